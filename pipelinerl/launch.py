@@ -13,8 +13,10 @@ import signal
 import subprocess
 import sys
 import threading
+import time
+import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import replace
 from importlib import import_module
 from pathlib import Path
@@ -26,17 +28,26 @@ from pipelinerl.config import RunConfig
 from pipelinerl.config.compose import ComposedConfig, Member, compose
 from pipelinerl.config.load import save_config
 from pipelinerl.errors import EXIT_RUN_FAILED, EXIT_USER_ERROR, ConfigError, PipelineRLError, UserError
+from pipelinerl.finetune.best_model import best_model_of
+from pipelinerl.records import PoolAnswer, PoolChange, TrainerMessage
 from pipelinerl.role import LOG_FORMAT, SECRET_KEYS, TOKEN_KEY
 from pipelinerl.run.model_folder import read_shape
-from pipelinerl.run.node import FindNodes, Place
+from pipelinerl.run.node import FindNodes, OpenNodes, Place, this_machine
+from pipelinerl.run.pool_command import forget_requests
 from pipelinerl.run.preflight import Start, check_dry_run, check_start
-from pipelinerl.run.processes import Event, Interrupted, Outcome, signals_as_events
-from pipelinerl.run.restart import can_resume
-from pipelinerl.run.session import supervise
-from pipelinerl.run.show import print_plan
+from pipelinerl.run.processes import Event, Interrupted, Outcome, PoolAnswered, StreamFailed, signals_as_events
+from pipelinerl.run.restart import ExitPolicy, ServerKeeper, can_resume
+from pipelinerl.run.show import evaluation_report, print_evaluation, print_plan, print_result
 from pipelinerl.run.start import RunSession, build_commands, enter
-from pipelinerl.rundir.layout import RunDir
+from pipelinerl.run.watch import Supervisor
+from pipelinerl.rundir.layout import RunDir, newest_training_state
+from pipelinerl.streams.base import LAUNCHER, POOL_TOPIC, TRAINER, TRAINER_TOPIC, Entry
+from pipelinerl.streams.hub import StreamHub, backend_of
 from pipelinerl.streams.open_run import bounded_by_record
+from pipelinerl.streams.read import Feed
+from pipelinerl.tracking.collector import Collector
+from pipelinerl.tracking.summary import write_json
+from pipelinerl.tracking.wandb_sink import first_line
 from pipelinerl.world import (
     Cluster,
     ClusterMember,
@@ -169,11 +180,22 @@ def require_token(environ: Mapping[str, str]) -> None:
 
 def launch(composed: ComposedConfig, config: RunConfig, find: FindNodes) -> int:
     """Start the run and, as often as `supervise.max_restarts` allows, resume it when a process of it died."""
-    restarts: list[str] = []
+    restarts: list[str] = []  # why
     while True:
-        outcome, is_over = launch_once(composed, config, find, restarts)
-        if is_over:
-            return outcome.exit_code
+        events: SimpleQueue[Event] = SimpleQueue()
+        with find(events) as place:
+            try:
+                outcome = _supervised(composed, config, place, events, restarts)
+            except UserError as error:
+                place.end(Outcome("failed", str(error), EXIT_USER_ERROR))
+                raise
+            is_over = not can_resume(outcome) or len(restarts) >= config.supervise.max_restarts
+            if not is_over and outcome.signum is not None:
+                say(f"{signal.Signals(outcome.signum).name} came while the run failed: it is not restarted")
+                is_over = True
+            if is_over:
+                place.end(outcome)
+                return outcome.exit_code
         restarts.append(str(outcome.reason).partition("\n")[0])
         text = f"the run is resumed (restart {len(restarts)} of {config.supervise.max_restarts})"
         say(text)
@@ -204,36 +226,10 @@ def launch_members(members: Sequence[Member]) -> int:
     return 128 + signals[0] if signals else EXIT_RUN_FAILED if any(codes) else 0
 
 
-def launch_once(
-    composed: ComposedConfig, config: RunConfig, find: FindNodes, restarts: Sequence[str]
-) -> tuple[Outcome, bool]:
-    """Check, plan, enter the run directory and supervise. Nothing is written before everything is checked.
-
-    Args:
-        restarts: why this launcher had to start the run again so far.
-
-    Returns:
-        How it ended, and whether it stays so.
-    """
-    events: SimpleQueue[Event] = SimpleQueue()
-    with find(events) as place:
-        try:
-            outcome = _supervised(composed, config, place, events, restarts)
-        except UserError as error:
-            place.end(Outcome("failed", str(error), EXIT_USER_ERROR))
-            raise
-        is_over = not can_resume(outcome) or len(restarts) >= config.supervise.max_restarts
-        if not is_over and outcome.signum is not None:
-            say(f"{signal.Signals(outcome.signum).name} came while the run failed: it is not restarted")
-            is_over = True
-        if is_over:
-            place.end(outcome)
-        return outcome, is_over
-
-
 def _supervised(
     composed: ComposedConfig, config: RunConfig, place: Place, events: SimpleQueue[Event], restarts: Sequence[str]
 ) -> Outcome:
+    """Check, plan, enter the run directory and supervise. Nothing is written before everything is checked."""
     cluster = place.cluster
     lines = check_start(Start(config, cluster, os.environ, composed.search_dirs, has_agents=place.has_agents))
     config = bounded_by_record(config)
@@ -243,7 +239,10 @@ def _supervised(
             lines += [f"changed since the last start: {change}" for change in entered.changes]
             if entered.changes and entered.moved_to is not None:
                 lines.append("the last start trained no step, so this is a new run")
-            say(*lines, *(f"note: {note}" for note in [*composed.notes, *world.notes]))
+            lines += [f"note: {note}" for note in [*composed.notes, *world.notes]]
+            if entered.moved_to is not None:
+                lines.append(f"the previous run was moved to {entered.moved_to}")
+            say(*lines)
             run_dir, identity = entered.run_dir, entered.identity
             # The launcher's own log goes to a file; the terminal belongs to the table.
             logging.basicConfig(level=logging.INFO, format=LOG_FORMAT, filename=run_dir.launch_log)
@@ -254,8 +253,122 @@ def _supervised(
             # A token of the user's own lets servers join that somebody else starts (`pool add`).
             token = os.environ.get(TOKEN_KEY) or secrets.token_urlsafe(24)
             session = RunSession(config, world, run_dir, identity, commands, os.environ, token, events, tuple(restarts))
-            outcome = supervise(session, place.open, entered.moved_to)
+            outcome = supervise(session, place.open)
     return replace(outcome, signum=signals[0]) if signals else outcome
+
+
+def supervise(session: RunSession, open_nodes: OpenNodes = this_machine) -> Outcome:
+    """Start and supervise all processes, then write `summary.json`, whatever happens, and say how it went.
+
+    Args:
+        session: what to run.
+        open_nodes: makes the nodes of the run ready to start its jobs.
+    """
+    _greet(session)
+    config, run_dir = session.config, session.run_dir
+    with ExitStack() as stack:
+        try:
+            server = backend_of(config.streams).serve(config.streams, run_dir, session.environ)
+            session = replace(session, environ=stack.enter_context(server))
+            hub = StreamHub(config.streams, run_dir, session.identity.run_id, session.environ)
+            collector = Collector(hub, session.world, run_dir, config, incarnation=session.identity.incarnation)
+            collector.start()
+        except Exception as error:
+            write_json(run_dir.summary_file, {"status": "failed", "reason": f"launch: {error}"})
+            raise
+        try:
+            outcome = supervise_jobs(session, hub, open_nodes)
+        except UserError as error:  # a node of the cluster cannot be used
+            outcome = Outcome("failed", str(error), EXIT_USER_ERROR)
+        except Exception as error:
+            logger.exception("the launcher failed")
+            collector.stop()  # the terminal is free again
+            traceback.print_exc()
+            outcome = Outcome("failed", f"launch: {type(error).__name__}: {error}", EXIT_RUN_FAILED, "launch")
+        logger.info("%s: %s", outcome.status, outcome.reason)
+        summary = _summarize(session, outcome, collector)
+    try:
+        if config.debug.mode == "evaluation":
+            print_evaluation(outcome, collector.snapshot(lambda state: list(state.evaluations)), run_dir)
+        else:
+            print_result(outcome, summary, run_dir)
+        sys.stdout.flush()
+    except BrokenPipeError:  # `| head`: the exit code still has to say how the run went
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    return outcome
+
+
+def supervise_jobs(session: RunSession, hub: StreamHub, open_nodes: OpenNodes) -> Outcome:
+    """Start the jobs and block until the run is over and all of them are gone."""
+    with ExitStack() as stack:
+        nodes = stack.enter_context(open_nodes(session))
+        forget_requests(session.run_dir)
+        changes = hub.writer(POOL_TOPIC, LAUNCHER, PoolChange)
+        stack.callback(changes.close)
+        stack.callback(_stop, _follow_answers(session, hub))
+        trainer = hub.reader(TRAINER_TOPIC, TRAINER, TrainerMessage) if session.config.has_stage("finetune") else None
+        jobs = [command.job for command in session.commands]
+        policy = ExitPolicy(jobs, trainer, session.identity.incarnation)
+        return Supervisor(session, policy, ServerKeeper(session, time.monotonic(), changes), nodes).run()
+
+
+def _follow_answers(session: RunSession, hub: StreamHub) -> Feed[PoolAnswer]:
+    def listen(entry: Entry[PoolAnswer]) -> None:
+        if entry.record.incarnation == session.identity.incarnation:
+            session.events.put(PoolAnswered(entry.record))
+
+    def fail(error: BaseException) -> None:
+        session.events.put(StreamFailed(f"launch: the trainer's answers on servers cannot be followed: {error}"))
+
+    return Feed(hub.reader(POOL_TOPIC, TRAINER, PoolAnswer), listen, "pool", fail).start()
+
+
+def _stop(feed: Feed[PoolAnswer]) -> None:
+    """What it died of has been named, and does not change how the run ended."""
+    with suppress(Exception):
+        feed.stop()
+
+
+def _summarize(session: RunSession, outcome: Outcome, collector: Collector) -> dict[str, Any]:
+    """Write `summary.json` and return its content."""
+    collector.stop()
+    if session.config.debug.mode == "evaluation" and (found := collector.snapshot(lambda each: list(each.evaluations))):
+        with suppress(OSError):  # the disk is full: the table is printed, and the stream has the results
+            write_json(session.run_dir.evaluation_file, evaluation_report(session.config, found))
+    more: dict[str, Any] = {}
+    if session.restarts:
+        more |= {"restarts": len(session.restarts), "restart_reasons": list(session.restarts)}
+    if (best := _settle_best(session, collector)) is not None:
+        more |= {"best_model": best}
+    return collector.write_summary(outcome.status, outcome.reason, more)
+
+
+def _settle_best(session: RunSession, collector: Collector) -> dict[str, Any] | None:
+    """Consider the results that came after the trainer's end. What cannot be done now, the next start does."""
+    best = best_model_of(session.config, session.run_dir)
+    if best is None:
+        return None
+    try:
+        best.settle(collector.snapshot(lambda state: list(state.evaluations)))
+        best.drop_rest()
+        found = best.best
+    except OSError as error:
+        logger.warning("the best model is not settled: %s", error)
+        return None
+    names = ("version", "metric", "value", "min_version", "max_version")
+    return None if found is None else {name: getattr(found, name) for name in names}
+
+
+def _greet(session: RunSession) -> None:
+    identity, root = session.identity, session.run_dir.root
+    what = f"starting run {identity.run_id}"
+    if identity.incarnation:
+        what = f"continuing run {identity.run_id} after step {newest_training_state(session.run_dir) or 0}"
+    text = f"{what} in {root}: {len(session.commands)} processes"
+    logger.info(text)
+    say(f"{text} (each has its logs in {root}/<job>/)")
+    if (tracking := first_line(session.config, root)) is not None:
+        say(tracking)
 
 
 def say(*lines: str) -> None:

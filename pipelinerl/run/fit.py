@@ -1,7 +1,7 @@
 """Whether a run fits its cards and how fast it will be: configuration and plan -> forecast, lines and refusals.
 
-The arithmetic is in `world/forecast.py` and `world/rates.py`; here the keys become its records. Loads neither torch nor
-vLLM: sizes come from `config.json`, those of cards from the driver or from `plan --card`.
+The arithmetic is in `world/forecast.py` and `world/rates.py`. Loads neither torch nor vLLM: sizes of models come from
+`config.json`, those of cards from the driver or from `plan --card`.
 """
 
 from __future__ import annotations
@@ -11,35 +11,32 @@ from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from itertools import groupby
-from pathlib import Path
-
-import psutil
 
 from pipelinerl.config import RunConfig
 from pipelinerl.config.run import ConventionalSchedule
 from pipelinerl.errors import ConfigError
-from pipelinerl.world import Cluster, WorldMap, nvml_cards
+from pipelinerl.world import Cluster, WorldMap, memory_of_machine, nvml_cards
 from pipelinerl.world.forecast import (
     CACHE,
     GIB,
     OPTIMIZER,
     Memory,
-    Remedy,
     ServerSetup,
+    Sharding,
     TrainerSetup,
     cache_tokens,
     held_memory,
     least_memory,
     least_of_server,
-    remedies,
+    longest_sample,
     server_memory,
+    server_setup,
     trainer_memory,
+    trainer_setup,
 )
 from pipelinerl.world.model_shape import ModelShape
 from pipelinerl.world.rates import Layout, Machine, StepForecast, Work, card_machine, cpu_machine, step_forecast
-from pipelinerl.world.setups import longest_sample, server_setup, trainer_setup
 
-_MEMORY_LIMIT_FILES = (Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory/memory.limit_in_bytes"))
 #: What a sleeping server keeps on its card: CUDA's context and graphs.
 _ASLEEP_BYTES = 1.2 * GIB
 #: Launcher, actor and preprocessor together.
@@ -90,19 +87,6 @@ class RunForecast:
         room, server = self.hardware.machine.memory_bytes, self.server
         has_cache = server is None or cache_tokens(server, server_memory(server, room)) >= server.max_tokens
         return has_cache and all(use.memory.total <= room for use in self.uses)
-
-
-def memory_of_machine() -> float:
-    """Bytes of this machine's memory that the process may use: the container's limit, if that is lower."""
-    found = float(psutil.virtual_memory().total)
-    for file in _MEMORY_LIMIT_FILES:
-        try:
-            text = file.read_text(encoding="ascii").strip()
-        except OSError:
-            continue
-        if text.isdecimal():
-            found = min(found, float(text))
-    return found
 
 
 def hardware_here(config: RunConfig, cluster: Cluster) -> Hardware | None:
@@ -381,3 +365,61 @@ def _billions(shape: ModelShape) -> str:
 
 def _gib(size: float) -> str:
     return f"{size / GIB:.1f} GiB"
+
+
+@dataclass(frozen=True)
+class Remedy:
+    """A change with which a trainer fits: the overrides, the peak of a card and that of the machine then."""
+
+    overrides: str
+    peak: float
+    host: float
+
+
+def remedies(setup: TrainerSetup, room: float, host_room: float, most_ranks: int, longest_sample: int) -> list[Remedy]:
+    """The nearest changes with which the trainer fits, the smallest change first, one of each kind.
+
+    Args:
+        room: bytes of a card; `host_room`: of a machine.
+        most_ranks: cards that there are for the trainer.
+        longest_sample: `finetune.seq_length` cannot be below.
+    """
+    lengths = [setup.pack_tokens]
+    while lengths[-1] // 2 >= max(longest_sample, 256):
+        lengths.append(lengths[-1] // 2)
+    found, kinds = list[Remedy](), set[tuple[Sharding, bool, bool]]()
+    for words, other in _kinds(setup, most_ranks):
+        kind = (other.sharding, other.optimizer_on_host, bool(other.lora_rank))
+        for checkpointing, length in [(flag, tokens) for flag in (setup.checkpointing, True) for tokens in lengths]:
+            changed = replace(other, checkpointing=checkpointing, pack_tokens=length)
+            memory = trainer_memory(changed)
+            host = memory.host_total * changed.ranks
+            if kind in kinds or changed == setup or memory.total > room or host > host_room:
+                continue
+            kinds.add(kind)
+            more = [] if checkpointing == setup.checkpointing else ["finetune.gradient_checkpointing=true"]
+            more += [] if length == setup.pack_tokens else [f"finetune.seq_length={length}"]
+            found.append(Remedy(" ".join([*words, *more]), memory.total, host))
+    return found
+
+
+def _kinds(setup: TrainerSetup, most_ranks: int) -> list[tuple[list[str], TrainerSetup]]:
+    """Ways to train the same model, with their overrides: as it is, over more cards, in the machine's memory, LoRA."""
+    found = [(list[str](), setup)]
+    if setup.on_cpu:
+        return found
+    counts = [count for count in sorted({setup.ranks, 2, 4, 8, 16, 32, 64}) if count >= setup.ranks and count > 1]
+    more = list[tuple[list[str], TrainerSetup]]()
+    if not setup.lora_rank:
+        zero = ["backend=deepspeed", "backend.config=deepspeed_stage3_bf16"]
+        for count in counts:
+            words = zero if count == setup.ranks else [*zero, f"world.num_finetune_ranks={count}"]
+            wider = replace(setup, sharding="zero3", ranks=count, optimizer_on_host=False, parameters_on_host=False)
+            (found if count <= most_ranks else more).append((words, wider))
+        lora = replace(setup, lora_rank=16, sharding="plain", optimizer_on_host=False, parameters_on_host=False)
+        words = [] if setup.sharding == "plain" else ["backend=plain"]
+        found.append((["finetune.lora.enabled=true", *words], lora))
+        offload = replace(setup, sharding="zero2", optimizer_on_host=True, parameters_on_host=False)
+        for stage, other in ((2, offload), (3, replace(offload, sharding="zero3", parameters_on_host=True))):
+            found.append(([zero[0], f"backend.config=deepspeed_stage{stage}_bf16_offload"], other))
+    return [*found, *(([*words, "(more cards than there are)"], wider) for words, wider in more)]

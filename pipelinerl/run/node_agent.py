@@ -23,7 +23,6 @@ import msgspec
 from pipelinerl.config.load import load_config
 from pipelinerl.errors import ConfigError, UserError
 from pipelinerl.role import LOG_FORMAT
-from pipelinerl.run.fit import memory_of_machine
 from pipelinerl.run.last_error import LogPart
 from pipelinerl.run.node import LocalNode, Sighting, local_node
 from pipelinerl.run.preflight import Start, check_node
@@ -32,7 +31,16 @@ from pipelinerl.run.start import Command
 from pipelinerl.rundir.durable import replace_file
 from pipelinerl.rundir.layout import RunDir, RunIdentity, read_identity
 from pipelinerl.version import __version__
-from pipelinerl.world import Cluster, ClusterNode, WorldMap, can_bind, nvml_gpu_lister, nvml_gpu_memory, usable_cores
+from pipelinerl.world import (
+    Cluster,
+    ClusterNode,
+    WorldMap,
+    can_bind,
+    memory_of_machine,
+    nvml_gpu_lister,
+    nvml_gpu_memory,
+    usable_cores,
+)
 
 logger = logging.getLogger(__name__)
 #: The folder for messages between the agent and the launcher of this node, if that brought Ray up.

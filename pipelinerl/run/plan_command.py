@@ -27,7 +27,6 @@ from pipelinerl.run.fit import (
     forecast_run,
     hardware_here,
     lines_of,
-    memory_of_machine,
 )
 from pipelinerl.run.model_folder import read_shape
 from pipelinerl.run.preflight import Start, check_disk
@@ -40,6 +39,7 @@ from pipelinerl.world import (
     FreePorts,
     build_world_map,
     described_cluster,
+    memory_of_machine,
     nvml_gpu_lister,
     nvml_gpu_memory,
     usable_cores,

@@ -11,16 +11,19 @@ from pipelinerl.world.cluster import (
     Cluster,
     ClusterMember,
     ClusterNode,
+    FreePorts,
+    can_bind,
     described_cluster,
+    memory_of_machine,
     nvml_cards,
     nvml_gpu_lister,
     nvml_gpu_memory,
+    scanned_ports,
     slurm_hint,
     usable_cores,
 )
 from pipelinerl.world.jobs import SERVER_KINDS, Job, WorldMap
 from pipelinerl.world.plan import build_world_map
-from pipelinerl.world.ports import FreePorts, can_bind, scanned_ports
 
 __all__ = [
     "DEFAULT_MASTER_PORT",
@@ -35,6 +38,7 @@ __all__ = [
     "build_world_map",
     "can_bind",
     "described_cluster",
+    "memory_of_machine",
     "nvml_cards",
     "nvml_gpu_lister",
     "nvml_gpu_memory",

@@ -1,4 +1,4 @@
-"""Peak memory of trainer ranks and servers, by part. Records in, bytes out: no files, no devices, no torch.
+"""Peak memory of trainer ranks and servers, by part: the configuration becomes records, and records become bytes.
 
 What a trainer rank holds (P values trained by N ranks): fp32 master weights 4 P, AdamW's two moments 8 P, gradients
 4 P (Rajbhandari et al. 2020, arXiv 1910.02054, section 3.1, but with fp32 gradients), and what rounded weights lack
@@ -16,9 +16,12 @@ the optimizer. The forecast is the highest one; its parts are those of that mome
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Literal
 
+from pipelinerl.config import RunConfig
+from pipelinerl.config.load import read_deepspeed_file
+from pipelinerl.config.resources import DeepSpeedSettings, FSDPSettings
 from pipelinerl.world.model_shape import ModelShape
 
 GIB = 2**30
@@ -49,6 +52,9 @@ _SERVER_PROCESSES = 2.9 * GIB
 _ZERO3_LIVE = 10**9
 #: DeepSpeed's default of `sub_group_size`.
 ZERO3_SUB_GROUP = 10**9
+#: vLLM's default of `gpu-memory-utilization`.
+_DEFAULT_SHARE = 0.9
+_FP32_NAMES = ("float32", "float")
 
 
 @dataclass(frozen=True)
@@ -409,59 +415,78 @@ def cache_tokens(setup: ServerSetup, memory: Memory) -> float:
     return memory.parts[CACHE] * setup.gpus / max(setup.shape.kv_bytes(setup.kv_bytes), 1)
 
 
-@dataclass(frozen=True)
-class Remedy:
-    """A change with which a trainer fits: the overrides, the peak of a card and that of the machine then."""
+def trainer_setup(config: RunConfig, shape: ModelShape, ranks: int, on_cpu: bool) -> TrainerSetup:
+    """The record of one trainer rank."""
+    tuned, backend = config.finetune, config.backend
+    products = ("fp32" if on_cpu else "bf16") if tuned.dtype == "auto" else tuned.dtype
+    sharding: Sharding = "plain"
+    optimizer_on_host = parameters_on_host = False
+    sub_group = ZERO3_SUB_GROUP
+    if isinstance(backend, DeepSpeedSettings):
+        zero = read_deepspeed_file(backend.config)["zero_optimization"]
+        stages: dict[int, Sharding] = {1: "zero1", 2: "zero2", 3: "zero3"}
+        sharding = stages[zero["stage"]]
+        sub_group = int(zero.get("sub_group_size", sub_group))
+        optimizer_on_host, parameters_on_host = (
+            (zero.get(f"offload_{what}") or {}).get("device") == "cpu" for what in ("optimizer", "param")
+        )
+    elif isinstance(backend, FSDPSettings):
+        sharding = "fsdp"
+    named = config.vllm_config.option("dtype")[1]
+    is_wide = str(named).lower() in _FP32_NAMES or (named is None and on_cpu)
+    pack = tuned.seq_length if tuned.seq_packing else tuned.train_batch_size * longest_sample(config)
+    of_rank = -(-tuned.samples_per_step * longest_sample(config) // max(ranks, 1))
+    reference = config.uses_local_reference(config.has_reference_pool)
+    is_own_copy = reference and not (tuned.lora.enabled and tuned.lora.bias == "none")
+    return TrainerSetup(
+        shape=shape,
+        ranks=max(ranks, 1),
+        sharding=sharding,
+        products=products,
+        served_bytes=4 if is_wide and products != "bf16" else 2,
+        pack_tokens=min(pack, of_rank),
+        checkpointing=tuned.gradient_checkpointing,
+        chunk_tokens=tuned.logprob_chunk_tokens,
+        lora_rank=tuned.lora.r if tuned.lora.enabled else 0,
+        lora_matrices=len(tuned.lora.target_modules) or 7,
+        reference=("host" if tuned.rl.reference_offload else "device") if is_own_copy else "none",
+        optimizer_on_host=optimizer_on_host,
+        parameters_on_host=parameters_on_host,
+        gathered_bytes=2 if isinstance(backend, FSDPSettings) and backend.param_dtype == "bf16" else 4,
+        longest=longest_sample(config),
+        compiled=tuned.seq_packing and tuned.attn_implementation == "auto",
+        sub_group=sub_group,
+        on_cpu=on_cpu,
+    )
 
-    overrides: str
-    peak: float
-    host: float
+
+def server_setup(config: RunConfig, shape: ModelShape, on_cpu: bool) -> ServerSetup:
+    """The record of a server on one card, with the cache that the user chose."""
+    vllm = config.vllm_config
+    named = str(vllm.option("dtype")[1] or ("float32" if on_cpu else "auto")).lower()
+    share = vllm.option("gpu-memory-utilization")[1]
+    offloaded = vllm.option("cpu-offload-gb")[1]
+    kv_dtype = str(vllm.option("kv-cache-dtype")[1] or "auto")
+    weight_bytes: float = 4 if named in _FP32_NAMES else 2
+    if vllm.quantization:
+        weight_bytes = 1 if "8" in vllm.quantization else 0.5
+    return ServerSetup(
+        shape=shape,
+        weight_bytes=weight_bytes,
+        kv_bytes=1 if "fp8" in kv_dtype else max(weight_bytes, 2),
+        fp32_head=config.fp32_lm_head,
+        share=float(share) if isinstance(share, int | float) else _DEFAULT_SHARE,
+        cache_bytes=vllm.cpu_kv_cache_gib * GIB if on_cpu else vllm.number("kv-cache-memory-bytes"),
+        offloaded_bytes=offloaded * GIB if isinstance(offloaded, int | float) and not on_cpu else 0,
+        max_tokens=vllm.number("max-model-len") or shape.context or config.finetune.seq_length,
+        max_sequences=vllm.number("max-num-seqs") or 256,
+        batched_tokens=vllm.number("max-num-batched-tokens") or (2048 if on_cpu else 8192),
+        graphs=not on_cpu and vllm.option("enforce-eager")[1] is None,
+        on_cpu=on_cpu,
+    )
 
 
-def remedies(setup: TrainerSetup, room: float, host_room: float, most_ranks: int, longest_sample: int) -> list[Remedy]:
-    """The nearest changes with which the trainer fits, the smallest change first, one of each kind.
-
-    Args:
-        room: bytes of a card; `host_room`: of a machine.
-        most_ranks: cards that there are for the trainer.
-        longest_sample: `finetune.seq_length` cannot be below.
-    """
-    lengths = [setup.pack_tokens]
-    while lengths[-1] // 2 >= max(longest_sample, 256):
-        lengths.append(lengths[-1] // 2)
-    found, kinds = list[Remedy](), set[tuple[Sharding, bool, bool]]()
-    for words, other in _kinds(setup, most_ranks):
-        kind = (other.sharding, other.optimizer_on_host, bool(other.lora_rank))
-        for checkpointing, length in [(flag, tokens) for flag in (setup.checkpointing, True) for tokens in lengths]:
-            changed = replace(other, checkpointing=checkpointing, pack_tokens=length)
-            memory = trainer_memory(changed)
-            host = memory.host_total * changed.ranks
-            if kind in kinds or changed == setup or memory.total > room or host > host_room:
-                continue
-            kinds.add(kind)
-            more = [] if checkpointing == setup.checkpointing else ["finetune.gradient_checkpointing=true"]
-            more += [] if length == setup.pack_tokens else [f"finetune.seq_length={length}"]
-            found.append(Remedy(" ".join([*words, *more]), memory.total, host))
-    return found
-
-
-def _kinds(setup: TrainerSetup, most_ranks: int) -> list[tuple[list[str], TrainerSetup]]:
-    """Ways to train the same model, with their overrides: as it is, over more cards, in the machine's memory, LoRA."""
-    found = [(list[str](), setup)]
-    if setup.on_cpu:
-        return found
-    counts = [count for count in sorted({setup.ranks, 2, 4, 8, 16, 32, 64}) if count >= setup.ranks and count > 1]
-    more = list[tuple[list[str], TrainerSetup]]()
-    if not setup.lora_rank:
-        zero = ["backend=deepspeed", "backend.config=deepspeed_stage3_bf16"]
-        for count in counts:
-            words = zero if count == setup.ranks else [*zero, f"world.num_finetune_ranks={count}"]
-            wider = replace(setup, sharding="zero3", ranks=count, optimizer_on_host=False, parameters_on_host=False)
-            (found if count <= most_ranks else more).append((words, wider))
-        lora = replace(setup, lora_rank=16, sharding="plain", optimizer_on_host=False, parameters_on_host=False)
-        words = [] if setup.sharding == "plain" else ["backend=plain"]
-        found.append((["finetune.lora.enabled=true", *words], lora))
-        offload = replace(setup, sharding="zero2", optimizer_on_host=True, parameters_on_host=False)
-        for stage, other in ((2, offload), (3, replace(offload, sharding="zero3", parameters_on_host=True))):
-            found.append(([zero[0], f"backend.config=deepspeed_stage{stage}_bf16_offload"], other))
-    return [*found, *(([*words, "(more cards than there are)"], wider) for words, wider in more)]
+def longest_sample(config: RunConfig) -> int:
+    """Tokens of the longest sample that can come."""
+    served = config.vllm_config.number("max-model-len") or config.finetune.seq_length
+    return min(served, config.finetune.seq_length)

@@ -18,10 +18,9 @@ import msgspec
 from pipelinerl.config import RunConfig
 from pipelinerl.config.resources import WorldConfig
 from pipelinerl.errors import ConfigError
-from pipelinerl.world.cluster import DEFAULT_MASTER_PORT, Cluster, url_of
+from pipelinerl.world.cluster import DEFAULT_MASTER_PORT, Cluster, FreePorts, url_of
 from pipelinerl.world.jobs import Job, WorldMap
 from pipelinerl.world.model_shape import ModelShape
-from pipelinerl.world.ports import FreePorts
 from pipelinerl.world.sharing import free_cores, needs_of, servers_on_gpu, with_memory
 
 #: Of a shared GPU, the share that a server may use while it generates.

@@ -15,10 +15,9 @@ import msgspec
 from pipelinerl.config import RunConfig
 from pipelinerl.errors import ConfigError
 from pipelinerl.world.cluster import Cluster
-from pipelinerl.world.forecast import least_memory, least_of_server, trainer_memory
+from pipelinerl.world.forecast import least_memory, least_of_server, server_setup, trainer_memory, trainer_setup
 from pipelinerl.world.jobs import Job
 from pipelinerl.world.model_shape import ModelShape
-from pipelinerl.world.setups import server_setup, trainer_setup
 
 #: More were not measured.
 MOST_SERVERS = 4

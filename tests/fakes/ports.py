@@ -7,7 +7,7 @@ import random
 import socket
 from collections.abc import Iterator
 
-from pipelinerl.world.ports import can_bind
+from pipelinerl.world import can_bind
 
 # Below the ports that Linux gives to connections and to whoever asks for port 0: between the choice of a port and its
 # use, which can be half a minute, nobody gets one of these by chance.

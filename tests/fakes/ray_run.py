@@ -20,11 +20,10 @@ import pipelinerl.launch as launch_module
 from pipelinerl.config import RunConfig
 from pipelinerl.config.load import save_config
 from pipelinerl.errors import EXIT_RUN_FAILED, EXIT_USER_ERROR, PipelineRLError, UserError
-from pipelinerl.launch import found_nodes, launch, load_bring_up
+from pipelinerl.launch import found_nodes, launch, load_bring_up, supervise
 from pipelinerl.role import JOB_KEY
 from pipelinerl.run.node import Place
 from pipelinerl.run.processes import Event, Outcome, signals_as_events
-from pipelinerl.run.session import supervise
 from pipelinerl.run.start import Command, RunSession, enter
 from pipelinerl.world import ClusterMember, ClusterNode, Job, WorldMap
 

@@ -28,8 +28,8 @@ from fakes.random_model import model_logprobs, random_model
 
 from pipelinerl.config import RunConfig
 from pipelinerl.config.load import save_config
+from pipelinerl.launch import supervise
 from pipelinerl.run.processes import Event, signals_as_events
-from pipelinerl.run.session import supervise
 from pipelinerl.run.start import RunSession, build_command, enter
 from pipelinerl.rundir.layout import RunDir
 from pipelinerl.world import Job, WorldMap

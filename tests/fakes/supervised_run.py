@@ -15,9 +15,9 @@ from queue import SimpleQueue
 from typing import Any
 
 from pipelinerl.config import RunConfig
+from pipelinerl.launch import supervise
 from pipelinerl.role import JOB_KEY
 from pipelinerl.run.processes import Event, signals_as_events
-from pipelinerl.run.session import supervise
 from pipelinerl.run.start import Command, RunSession, enter
 from pipelinerl.world import Job, WorldMap
 

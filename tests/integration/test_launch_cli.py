@@ -199,7 +199,7 @@ def test_d3_a_directory_of_another_run(launch: Launch, tmp_path: Path, task: lis
 
 def test_a_dry_run_never_loads_torch_or_vllm(tmp_path: Path) -> None:
     script = (
-        "import sys; from pipelinerl.launch import main; import pipelinerl.run.session\n"
+        "import sys; from pipelinerl.launch import main\n"
         "code = main(['--config-name', 'quickstart', 'output_dir=out', 'dry_run=true'])\n"
         "assert code == 0 and not {'torch', 'vllm', 'transformers'} & set(sys.modules)"
     )

@@ -11,12 +11,12 @@ from typing import Any
 
 import pytest
 
+import pipelinerl.launch as launch_module
 from pipelinerl.config import RunConfig
 from pipelinerl.errors import StreamError
 from pipelinerl.finetune.best_model import EvaluatedVersion, write_note
-from pipelinerl.run import session as session_module
+from pipelinerl.launch import supervise
 from pipelinerl.run.processes import Outcome
-from pipelinerl.run.session import supervise
 from pipelinerl.run.start import RunSession
 from pipelinerl.rundir.layout import RunDir, RunIdentity
 from pipelinerl.tracking import collector as collector_module
@@ -41,8 +41,8 @@ def test_o1_a_summary_that_cannot_be_written_does_not_change_the_outcome(
     def refuse(path: Path, content: Any) -> None:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
 
-    monkeypatch.setattr(session_module, "supervise_jobs", lambda session, hub, nodes: outcome)
-    for module in (session_module, collector_module):
+    monkeypatch.setattr(launch_module, "supervise_jobs", lambda session, hub, nodes: outcome)
+    for module in (launch_module, collector_module):
         monkeypatch.setattr(module, "write_json", refuse)
     world = WorldMap([], "cpu", 1, "127.0.0.1", 29500)
     identity = RunIdentity(run_id="run-test", incarnation=0)
@@ -55,7 +55,7 @@ def test_o1_a_stream_server_that_cannot_start_leaves_a_summary(tmp_path: Path, m
     def refuse(config: RunConfig) -> Any:
         raise StreamError("no free port")
 
-    monkeypatch.setattr(session_module, "backend_of", refuse)
+    monkeypatch.setattr(launch_module, "backend_of", refuse)
     config = RunConfig.model_validate({"output_dir": str(tmp_path), "wandb": {"mode": "disabled"}})
     world, identity = WorldMap([], "cpu", 1, "127.0.0.1", 29500), RunIdentity(run_id="run-test", incarnation=0)
     session = RunSession(config, world, RunDir(tmp_path), identity, [], {}, "token-of-test", SimpleQueue())

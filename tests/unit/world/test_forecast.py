@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import pytest
 
+from pipelinerl.run.fit import remedies
 from pipelinerl.world.forecast import (
     ACTIVATIONS,
     CACHE,
@@ -23,7 +24,6 @@ from pipelinerl.world.forecast import (
     TrainerSetup,
     cache_tokens,
     least_memory,
-    remedies,
     server_memory,
     trainer_memory,
 )

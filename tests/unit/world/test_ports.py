@@ -12,7 +12,7 @@ from fakes.ports import free_port
 from pipelinerl.config import RunConfig
 from pipelinerl.errors import ConfigError
 from pipelinerl.world import FreePorts, scanned_ports
-from pipelinerl.world import ports as ports_module
+from pipelinerl.world import cluster as ports_module
 
 CONFIG = RunConfig(output_dir="x")
 CHOSEN = RunConfig.model_validate({"output_dir": "x", "world": {"llm_start_port": 18080}})

@@ -16,9 +16,8 @@ from pipelinerl.errors import ConfigError
 from pipelinerl.world import Cluster, ClusterNode, FreePorts, WorldMap, build_world_map, nvml_cards, nvml_gpu_memory
 from pipelinerl.world import cluster as cluster_module
 from pipelinerl.world.cluster import Card
-from pipelinerl.world.forecast import trainer_memory
+from pipelinerl.world.forecast import trainer_memory, trainer_setup
 from pipelinerl.world.model_shape import ModelShape, guess_shape
-from pipelinerl.world.setups import trainer_setup
 from pipelinerl.world.sharing import free_cores, needs_of, servers_on_gpu
 
 GIB = 2**30
