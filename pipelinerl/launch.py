@@ -154,6 +154,7 @@ def load_bring_up(member: ClusterMember) -> ModuleType:
         os.environ.setdefault(_MODE_KEY, "token")  # Ray reads its variables when it is imported
     # Ray ends a driver that has not reached the head for so many seconds. We name what is gone, and end ourselves.
     os.environ.setdefault("RAY_gcs_rpc_server_reconnect_timeout_s", "3600")
+    os.environ.setdefault("RAY_ENABLE_AUTO_CONNECT", "0")  # no cluster of this machine alone behind our back
     try:
         return import_module("pipelinerl.run.bring_up")
     except ModuleNotFoundError as error:

@@ -6,6 +6,7 @@ launcher starts, leave them the outcome in a folder, where they leave the signal
 
 from __future__ import annotations
 
+import math
 import os
 import socket
 import sys
@@ -20,7 +21,7 @@ from pipelinerl.config import RunConfig
 from pipelinerl.errors import EXIT_RUN_FAILED, ConfigError, UserError, WorkerError
 from pipelinerl.run.last_error import last_error
 from pipelinerl.run.node import FindNodes, Place
-from pipelinerl.run.node_agent import NODE_FOLDER_KEY, has_begun, read_outcome, write_signal
+from pipelinerl.run.node_agent import NODE_FOLDER_KEY, pass_signal, read_outcome
 from pipelinerl.run.processes import (
     Child,
     ChildExited,
@@ -28,10 +29,11 @@ from pipelinerl.run.processes import (
     Interrupted,
     become_subreaper,
     end_all,
+    kept,
     signals_as_events,
     spawn,
 )
-from pipelinerl.run.ray_nodes import RANK_LABEL, EarlierNodes, joined_nodes, ray_connection
+from pipelinerl.run.ray_nodes import RANK_LABEL, joined_nodes, ray_connection
 from pipelinerl.rundir.durable import ScratchFolder
 from pipelinerl.world import ClusterMember, ClusterNode, can_bind
 
@@ -42,8 +44,7 @@ _RETRY_S, _CONNECT_S, _END_S, _HEAD_S = 0.5, 5.0, 1.0, 120.0
 _STORE_BYTES = 80_000_000
 # Ray's own sockets need a short path.
 _SHORT_FOLDERS = ("/tmp", "/var/tmp", "/dev/shm")
-#: How long Ray's processes of a node outlive the head, in seconds.
-_HEADLESS_S = 15
+_UNACKNOWLEDGED_MS = 3000
 
 
 class RayHere(NamedTuple):
@@ -60,22 +61,23 @@ def cluster_nodes(config: RunConfig, member: ClusterMember, machine: ClusterNode
     """How the launcher finds the nodes of its runs on Ray: on the cluster that these machines bring up, or an
     existing one."""
     signals: SimpleQueue[Any] = SimpleQueue()
-    here, earlier = None, EarlierNodes()
+    here, num_nodes = None, member.world_size
     with ExitStack() as stack:
         with signals_as_events(signals):
             if member.world_size > 1:
                 here = stack.enter_context(ray_here(config, member, machine, signals))
-            place = (None, None) if here is None else (here.head, here.address)
-            stack.enter_context(ray_connection(*place))
+            stack.enter_context(ray_connection(here and here.head, here and here.address))
 
         @contextmanager
         def find(events: SimpleQueue[Event]) -> Iterator[Place]:
+            nonlocal num_nodes
             if here is not None and not here.child.is_alive:
                 raise WorkerError(f"the head of the Ray cluster is gone: {_last_words(here.child)}")
             with ExitStack() as nodes:
                 with signals_as_events(signals):
-                    joined = nodes.enter_context(joined_nodes(config, member, earlier, signals, events))
-                yield joined
+                    place = nodes.enter_context(joined_nodes(config, member, num_nodes, signals, events))
+                num_nodes = place.cluster.world_size  # a run that is resumed has as many nodes as before
+                yield place
 
         yield find
 
@@ -91,36 +93,38 @@ def ray_here(
         UserError: node 0 does not answer in `supervise.nodes_timeout_s`, or Ray does not start.
         KeyboardInterrupt: a signal came.
     """
-    port = config.world.node_port
-    head = _resolve(member.master_addr)
-    deadline = time.monotonic() + config.supervise.nodes_timeout_s
-    own = os.environ.get(NODE_ADDRESS_KEY) or (head if member.rank == 0 else None)
+    port, supervise = config.world.node_port, config.supervise
+    head = own = _resolve(member.master_addr)
     if member.rank > 0:
-        _say(f"node {member.rank}: waits for node 0 at {head}:{port}")
-        reached = _await_port(head, port, deadline, events, None)
-        own = own or reached
+        sys.stderr.write(f"node {member.rank}: waits for node 0 at {head}:{port}\n")
+        own = _await_port(head, port, supervise.nodes_timeout_s, events)
     elif not can_bind(port):  # perhaps the head of another run
         next_step = "Choose another world.node_port on all nodes."
         raise ConfigError("world.node_port", port, "a port of this machine that nobody uses", next_step)
-    assert own is not None
-    become_subreaper()
+    own = os.environ.get(NODE_ADDRESS_KEY) or own
+    if member.rank == 0:
+        head = own
     parent = next((folder for folder in _SHORT_FOLDERS if os.access(folder, os.W_OK | os.X_OK)), None)
     if parent is None:
         raise UserError(f"none of {', '.join(_SHORT_FOLDERS)} is writable: Ray needs a folder with a short path.")
+    become_subreaper()
     with ScratchFolder("ray", parent) as folder:
-        argv = _start_command(member, machine, own, f"{head}:{port}", port, folder)
         environ = {
             **os.environ,
             NODE_FOLDER_KEY: str(folder),
             "RAY_START_HOOK": f"{__name__}.{without_client_server.__name__}",
-            "RAY_gcs_rpc_server_reconnect_timeout_s": str(_HEADLESS_S),
+            # A connection is dead when nothing was acknowledged for the one time, and Ray ends without the head after
+            # the other one.
+            "RAY_grpc_client_keepalive_timeout_ms": str(_UNACKNOWLEDGED_MS),
+            "RAY_gcs_rpc_server_reconnect_timeout_s": str(math.ceil(supervise.heartbeat_timeout_s)),
             "RAY_memory_monitor_refresh_ms": "0",  # else Ray kills the agent, and the node, once memory is short
         }
-        child = spawn("ray", argv, environ, folder, events, dies_with_us=True)
+        argv = _start_command(member, machine, own, f"{head}:{port}", port, folder)
+        child = spawn("ray", kept(argv), environ, folder, events)
         try:
             if member.rank == 0:
-                _await_port(own, port, min(deadline, time.monotonic() + _HEAD_S), events, child)
-            yield RayHere(f"{own if member.rank == 0 else head}:{port}", own, folder, child)
+                _await_port(own, port, min(supervise.nodes_timeout_s, _HEAD_S), events, child)
+            yield RayHere(f"{head}:{port}", own, folder, child)
         finally:
             end_all([child.pid], _END_S)
 
@@ -130,24 +134,22 @@ def serve_node(config: RunConfig, member: ClusterMember, machine: ClusterNode) -
     events: SimpleQueue[Any] = SimpleQueue()
     name, signum = f"node {member.rank}", None
     with signals_as_events(events), ray_here(config, member, machine, events) as here:
-        _say(f"{name}: joins node 0 at {here.head} as {here.address}")
+        sys.stderr.write(f"{name}: joins node 0 at {here.head} as {here.address}\n")
         while True:
             event: Event | None = None
             with suppress(Empty):
                 event = events.get(timeout=config.supervise.heartbeat_interval_s)
             if isinstance(event, Interrupted):
-                if signum is not None or not has_begun(here.folder):
+                if signum is not None or not pass_signal(here.folder, event.signum):
                     return 128 + event.signum
                 signum = event.signum
-                write_signal(here.folder, signum)
-                _say(f"{name}: the run is asked to stop")
-            is_over = isinstance(event, ChildExited)
-            # Until the agent has left: it may have to end what jobs shared.
-            if (outcome := read_outcome(here.folder)) is not None and (is_over or not has_begun(here.folder)):
-                _say(f"{name}: {outcome.status}" + (f": {outcome.reason}" if outcome.reason else ""))
+                sys.stderr.write(f"{name}: the run is asked to stop\n")
+            if (outcome := read_outcome(here.folder)) is not None:
+                sys.stderr.write(f"{name}: {': '.join(filter(None, (outcome.status, outcome.reason)))}\n")
                 return outcome.exit_code
-            if is_over:
-                _say(f"{name}: node 0 is gone, or Ray failed here: {_last_words(here.child)}")
+            if isinstance(event, ChildExited):
+                words = _last_words(here.child)
+                sys.stderr.write(f"{name}: node 0 is gone, or Ray failed here: {words}\n")
                 return EXIT_RUN_FAILED if signum is None else 128 + signum
 
 
@@ -173,8 +175,9 @@ def _start_command(
     ]
 
 
-def _await_port(host: str, port: int, deadline: float, events: SimpleQueue[Any], child: Child | None) -> str:
-    """Wait until the head listens; returns the address from which it is reached."""
+def _await_port(host: str, port: int, timeout_s: float, events: SimpleQueue[Any], ray: Child | None = None) -> str:
+    """Wait until the head listens; returns the address from which it is reached. `ray`: those who start it."""
+    deadline = time.monotonic() + timeout_s
     while True:
         try:
             with socket.create_connection((host, port), timeout=_CONNECT_S) as probe:
@@ -189,8 +192,8 @@ def _await_port(host: str, port: int, deadline: float, events: SimpleQueue[Any],
             event = events.get(timeout=_RETRY_S)
             if isinstance(event, Interrupted):
                 raise KeyboardInterrupt(event.signum)
-            if isinstance(event, ChildExited) and child is not None:
-                raise UserError(f"Ray does not start here: {_last_words(child)}")
+            if isinstance(event, ChildExited) and ray is not None:
+                raise UserError(f"Ray does not start here: {_last_words(ray)}")
 
 
 def _last_words(ray: Child) -> str:
@@ -207,8 +210,3 @@ def _resolve(name: str) -> str:
             "MASTER_ADDR", name, f"a name or address ({error.strerror or error})", "Correct it."
         ) from error
     return str(found[0][4][0])
-
-
-def _say(text: str) -> None:
-    sys.stderr.write(f"{text}\n")
-    sys.stderr.flush()

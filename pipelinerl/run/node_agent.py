@@ -43,14 +43,15 @@ from pipelinerl.world import (
 )
 
 logger = logging.getLogger(__name__)
-#: The folder for messages between the agent and the launcher of this node, if that brought Ray up.
+#: The folder for messages between the agent and the launcher of this node, if that brought Ray up: the outcome of the
+#: run, and the signal that the launcher got (0: none), once an agent reads it.
 NODE_FOLDER_KEY = "PIPELINERL_NODE_FOLDER"
-_BEGUN, _OUTCOME, _SIGNAL = "begun", "outcome.json", "signal"
+_OUTCOME, _SIGNAL = "outcome.json", "signal"
 # Those of a Ray worker are not for jobs: they would connect to it, or take its number of threads.
 _RAYS_OWN = ("RAY_", "OMP_NUM_THREADS")
 
 
-class Facts(msgspec.Struct, frozen=True):
+class Facts(NamedTuple):
     """What an agent says of its node. `busy_ports` are those that were asked for and cannot be bound."""
 
     version: str
@@ -58,28 +59,7 @@ class Facts(msgspec.Struct, frozen=True):
     busy_ports: list[int]
 
 
-class Order(msgspec.Struct, frozen=True):
-    """What jobs are about to be started. `environ` is the launcher's, `folder` where it works, `python` its program."""
-
-    run_dir: str
-    identity: RunIdentity
-    rank: int
-    num_nodes: int
-    token: str
-    environ: dict[str, str]
-    folder: str
-    python: str
-
-
-class Started(NamedTuple):
-    """A process of a job, and its part of the job's logs."""
-
-    pid: int
-    stdout: LogPart
-    stderr: LogPart
-
-
-class Report(msgspec.Struct, frozen=True):
+class Report(NamedTuple):
     """What an agent sees, by process id: how jobs ended, and the living ones. `signum`: the signal that the launcher of
     this node got."""
 
@@ -95,7 +75,7 @@ class NodeAgent:
         host: address of the node.
         num_gpus: how many GPUs Ray reserved, which are then those of CUDA_VISIBLE_DEVICES.
         num_cpus: how many cores.
-        silence_s: how long the launcher may say nothing.
+        silence_s: how long the launcher may say nothing once jobs may be started.
     """
 
     def __init__(self, host: str, num_gpus: int, num_cpus: int, silence_s: float) -> None:
@@ -104,62 +84,64 @@ class NodeAgent:
         machine = ClusterNode.from_env({"CUDA_VISIBLE_DEVICES": visible}, nvml_gpu_lister, cores, nvml_gpu_memory, host)
         self._machine = replace(machine, host_bytes=memory_of_machine())
         self._silence_s = silence_s
-        self._heard_at = time.monotonic()
+        self._heard_at = 0.0
         self._events: SimpleQueue[Event] = SimpleQueue()
         self._children: dict[int, Child] = {}
         self._stack = ExitStack()
         self._node: LocalNode | None = None
-        self._pythons = ("", "")
-        threading.Thread(target=self._await_silence, name="silence", daemon=True).start()
 
     def describe(self, ports: list[int]) -> Facts:
         return Facts(__version__, self._machine, [port for port in ports if not can_bind(port)])
 
-    def begin(self, order: Order) -> str | None:
-        """Make ready to start jobs. Returns why this node cannot."""
+    def begin(
+        self,
+        rank: int,
+        root: str,
+        identity: RunIdentity,
+        num_nodes: int,
+        token: str,
+        launchers_environ: dict[str, str],
+        folder: str,
+    ) -> str | None:
+        """Make ready to start jobs. Returns why this node cannot.
+
+        Args:
+            rank: of this node.
+            root: directory of the run, with what the launcher wrote there.
+            identity: of the run.
+            num_nodes: of the run.
+            token: of the servers.
+            launchers_environ: the environment of the launcher.
+            folder: where the launcher works.
+        """
         with suppress(OSError):  # relative paths mean what they mean at the launcher, where that folder is here
-            os.chdir(order.folder)
+            os.chdir(folder)
         try:
-            self._begin(order)
+            run_dir = _seen_run(root, identity)
+            logfile = run_dir.root / f"launch_node_{rank}.log"
+            logging.basicConfig(level=logging.INFO, format=LOG_FORMAT, filename=logfile, force=True)
+            own = {key: value for key, value in os.environ.items() if not key.startswith(_RAYS_OWN)}
+            # What was set on a node is meant for it; our own variables are those of the run.
+            run = {key: value for key, value in launchers_environ.items() if key.startswith("PIPELINERL_")}
+            environ = {**launchers_environ, **own, **run}
+            config, world = load_config(run_dir.config_file), WorldMap.from_json(run_dir.world_file.read_bytes())
+            check_node(Start(config, Cluster((self._machine,) * num_nodes), environ))
+            jobs = [job for job in world.jobs if job.node_rank == rank]
+            self._node = self._stack.enter_context(local_node(config, jobs, run_dir, environ, token, self._events))
         except UserError as error:
             return str(error)
+        if folder_here := os.environ.get(NODE_FOLDER_KEY):
+            replace_file(Path(folder_here) / _SIGNAL, b"0")
+        self._heard_at = time.monotonic()
+        threading.Thread(target=self._await_silence, name="silence", daemon=True).start()
         return None
 
-    def _begin(self, order: Order) -> None:
-        run_dir = RunDir(Path(order.run_dir))
-        found = read_identity(run_dir.identity_file) if run_dir.identity_file.exists() else None
-        if found != order.identity:
-            raise ConfigError(
-                "output_dir",
-                f"{run_dir.root} ({'nothing there' if found is None else f'run {found.run_id}'})",
-                f"run {order.identity.run_id}, start {order.identity.incarnation}, which the launcher wrote there",
-                "Put output_dir on a file system that all nodes share, under the same path.",
-            )
-        logging.basicConfig(
-            level=logging.INFO, format=LOG_FORMAT, filename=run_dir.root / f"launch_node_{order.rank}.log", force=True
-        )
-        own = {key: value for key, value in os.environ.items() if not key.startswith(_RAYS_OWN)}
-        # What was set on a node is meant for it; our own variables are those of the run.
-        run = {key: value for key, value in order.environ.items() if key.startswith("PIPELINERL_")}
-        environ = {**order.environ, **own, **run}
-        config, world = load_config(run_dir.config_file), WorldMap.from_json(run_dir.world_file.read_bytes())
-        check_node(Start(config, Cluster((self._machine,) * order.num_nodes), environ))
-        if folder := os.environ.get(NODE_FOLDER_KEY):
-            (Path(folder) / _BEGUN).touch()
-        self._pythons = (order.python, sys.executable)
-        jobs = [job for job in world.jobs if job.node_rank == order.rank]
-        node = local_node(config, jobs, run_dir, environ, order.token, self._events)
-        self._node = self._stack.enter_context(node)
-
-    def start(self, command: Command) -> Started:
-        """Start a job. Raises OSError if it cannot be started."""
+    def start(self, command: Command) -> tuple[int, LogPart, LogPart]:
+        """Start a job with this node's Python: its process id and logs. Raises OSError if it cannot be started."""
         assert self._node is not None
-        theirs, own = self._pythons
-        if command.argv[0] == theirs:
-            command = replace(command, argv=(own, *command.argv[1:]))
-        child = self._node.start(command)
+        child = self._node.start(replace(command, argv=(sys.executable, *command.argv[1:])))
         self._children[child.pid] = child
-        return Started(child.pid, child.stdout, child.stderr)
+        return child.pid, child.stdout, child.stderr
 
     def signal(self, pid: int, signum: int, to_group: bool) -> None:
         if self._children[pid].is_alive:
@@ -175,7 +157,10 @@ class NodeAgent:
         exits = {pid: child.returncode for pid, child in children if child.returncode is not None}
         node = self._node
         seen = {pid: node.look(child) for pid, child in children if pid not in exits and node is not None}
-        return Report(exits, seen, read_signal())
+        folder, signum = os.environ.get(NODE_FOLDER_KEY), 0
+        if folder is not None and node is not None:
+            signum = int((Path(folder) / _SIGNAL).read_text(encoding="ascii"))
+        return Report(exits, seen, signum or None)
 
     def end_rest(self, pid: int) -> None:
         if self._node is not None:
@@ -185,13 +170,10 @@ class NodeAgent:
         return self._node.end_all(grace_s) if self._node is not None else []
 
     def leave(self, outcome: Outcome | None) -> None:
-        """No more jobs. `outcome` is the run's, if it is over."""
-        folder = os.environ.get(NODE_FOLDER_KEY)
-        if outcome is not None and folder:  # first: the launcher does not wait long
-            write_outcome(Path(folder), outcome)
+        """No more jobs. `outcome` is the run's, if it is over: the launcher of this node, which reads it, ends then."""
         self._stack.close()
-        if outcome is not None and folder:
-            (Path(folder) / _BEGUN).unlink(missing_ok=True)
+        if outcome is not None and (folder := os.environ.get(NODE_FOLDER_KEY)):
+            replace_file(Path(folder) / _OUTCOME, msgspec.json.encode(outcome))
 
     def _await_silence(self) -> None:
         while (left_s := self._heard_at + self._silence_s - time.monotonic()) > 0:
@@ -200,25 +182,26 @@ class NodeAgent:
         os._exit(1)
 
 
-def read_signal() -> int | None:
-    """The signal that the launcher of this node got."""
-    folder = os.environ.get(NODE_FOLDER_KEY)
-    with suppress(OSError, ValueError):
-        return int((Path(folder) / _SIGNAL).read_text(encoding="ascii")) if folder else None
-    return None
+def _seen_run(root: str, identity: RunIdentity) -> RunDir:
+    """The directory of the run. Raises ConfigError if this node does not see what the launcher wrote there."""
+    run_dir = RunDir(Path(root))
+    found = read_identity(run_dir.identity_file) if run_dir.identity_file.exists() else None
+    if found == identity:
+        return run_dir
+    raise ConfigError(
+        "output_dir",
+        f"{root} ({'nothing there' if found is None else f'run {found.run_id}'})",
+        f"run {identity.run_id}, start {identity.incarnation}, which the launcher wrote there",
+        "Put output_dir on a file system that all nodes share, under the same path.",
+    )
 
 
-def write_signal(folder: Path, signum: int) -> None:
-    replace_file(folder / _SIGNAL, str(signum).encode())
-
-
-def has_begun(folder: Path) -> bool:
-    """Whether an agent of a run is here: somebody reads signals. It takes its leave with the run's outcome."""
-    return (folder / _BEGUN).exists()
-
-
-def write_outcome(folder: Path, outcome: Outcome) -> None:
-    replace_file(folder / _OUTCOME, msgspec.json.encode(outcome))
+def pass_signal(folder: Path, signum: int) -> bool:
+    """Have the agent of this node tell node 0 of a signal. False if there is none that reads it."""
+    is_read = (folder / _SIGNAL).exists()
+    if is_read:
+        replace_file(folder / _SIGNAL, str(signum).encode())
+    return is_read
 
 
 def read_outcome(folder: Path) -> Outcome | None:

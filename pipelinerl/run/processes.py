@@ -12,6 +12,7 @@ import os
 import select
 import signal
 import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
@@ -21,7 +22,7 @@ from functools import partial
 from pathlib import Path
 from queue import SimpleQueue
 from types import FrameType
-from typing import Literal
+from typing import Any, Literal
 
 import msgspec
 import psutil
@@ -176,10 +177,9 @@ def spawn(
     folder: Path,
     events: SimpleQueue[Event],
     inherited_fds: Sequence[int] = (),
-    dies_with_us: bool = False,
 ) -> Child:
     """Start `argv` in a session of its own, with stdout and stderr appended to files in `folder`; its end becomes a
-    `ChildExited` in `events`. `dies_with_us`: the kernel kills it when this thread ends.
+    `ChildExited` in `events`.
 
     Raises:
         OSError: the program cannot be started.
@@ -196,7 +196,6 @@ def spawn(
             stderr=err,
             start_new_session=True,
             pass_fds=tuple(inherited_fds),
-            preexec_fn=_die_with_parent if dies_with_us else None,
         )
     child = Child(name, process.pid, stdout, stderr, time.monotonic(), partial(signal_process, process.pid))
 
@@ -207,6 +206,29 @@ def spawn(
 
     threading.Thread(target=wait, name=f"wait-{name}", daemon=True).start()
     return child
+
+
+def kept(argv: Sequence[str]) -> list[str]:
+    """A command that ends when this process does, however that ends, and leaves no process: `argv` with a keeper."""
+    return [sys.executable, "-m", __name__, str(os.getpid()), *argv]
+
+
+def _keep(parent: str, *argv: str) -> int:
+    """The keeper: kills all processes below it in the end."""
+    events: SimpleQueue[Any] = SimpleQueue()
+    become_subreaper()
+    with signals_as_events(events):
+        _prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
+        if os.getppid() != int(parent):
+            return 1
+        process = subprocess.Popen(argv, preexec_fn=partial(_prctl, _PR_SET_PDEATHSIG, signal.SIGKILL))
+        threading.Thread(target=lambda: events.put(process.wait()), daemon=True).start()
+        event = events.get()
+        # Parents come before their children, and tell nobody how those ended. What they were about to fork is next.
+        while rest := psutil.Process().children(recursive=True):
+            _send_signal(rest, signal.SIGKILL)
+            psutil.wait_procs(rest, _KILL_S)
+    return 128 + event.signum if isinstance(event, Interrupted) else int(event)
 
 
 def describe_exit(returncode: int) -> str:
@@ -225,10 +247,6 @@ def become_subreaper() -> bool:
     """Have orphaned descendants re-parented to this process, so that they are found (Linux). False where the system
     cannot do it."""
     return _prctl(_PR_SET_CHILD_SUBREAPER, 1)
-
-
-def _die_with_parent() -> None:
-    _prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
 def _prctl(option: int, value: int) -> bool:
@@ -318,3 +336,7 @@ def _send_signal(processes: Iterable[psutil.Process], signum: int) -> None:
     for process in processes:
         with contextlib.suppress(psutil.NoSuchProcess):
             process.send_signal(signum)
+
+
+if __name__ == "__main__":
+    sys.exit(_keep(*sys.argv[1:]))

@@ -10,12 +10,11 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field
 from functools import partial
-from queue import Empty, SimpleQueue
+from queue import SimpleQueue
 from typing import Any
 
 import ray
@@ -27,7 +26,7 @@ from pipelinerl.config import RunConfig
 from pipelinerl.config.resources import SuperviseConfig
 from pipelinerl.errors import ConfigError, UserError, WorkerError
 from pipelinerl.run.node import Node, Place, Sighting
-from pipelinerl.run.node_agent import Facts, NodeAgent, Order, Report, Started
+from pipelinerl.run.node_agent import Facts, NodeAgent, Report
 from pipelinerl.run.processes import (
     Child,
     ChildExited,
@@ -45,14 +44,14 @@ from pipelinerl.world import DEFAULT_MASTER_PORT, Cluster, ClusterMember, scanne
 logger = logging.getLogger(__name__)
 #: Label of a Ray node that `bring_up` started: its RANK.
 RANK_LABEL = "pipelinerl-rank"
-_CALL_S = 120.0
-_LEAVE_S = 5.0
-#: An MPS daemon may take 15 s to end.
-_AGENT_LEAVE_S = 20.0
-#: Ray's health checks may take so long to find out that a machine is gone.
-_SILENT_S = 65.0
-_RETRY_S = 0.5
+#: How long an agent may take to start or to answer a call, and to leave: an MPS daemon may take 15 s to end.
+_CALL_S, _LEAVE_S = 120.0, 30.0
+#: How long nodes may take to be reserved, and Ray to do what it can only do while the head lives.
+_RESERVE_S, _END_S = 5.0, 5.0
+_RETRY_S, _MAX_FAILURES = 0.5, 3
 _CONCURRENT_CALLS = 8
+#: A node, as Ray describes it.
+RayInfo = dict[str, Any]
 
 
 class RayNode:
@@ -63,24 +62,17 @@ class RayNode:
 
     def __init__(self, rank: int, host: str, agent: Any, events: SimpleQueue[Event], config: SuperviseConfig) -> None:
         self.rank = rank
-        self.host = host
         self.answers = True
-        #: When the node was lost because it did not answer (monotonic seconds). Ray may still take it for alive.
-        self.silent_at: float | None = None
+        self.name = f"node {rank} ({host})"
         self._agent = agent
         self._events = events
         self._config = config
-        self._lock = threading.Lock()
         self._children: dict[int, Child] = {}
         self._report = Report({}, {}, None)
         self._closing = threading.Event()
         threading.Thread(target=self._follow, name=f"node-{rank}", daemon=True).start()
 
-    @property
-    def name(self) -> str:
-        return f"node {self.rank} ({self.host})"
-
-    def call(self, method: str, *args: Any, timeout_s: float = _CALL_S) -> Any:
+    def call(self, method: str, *args: Any, timeout_s: float) -> Any:
         """What a method of the agent returns. Raises OSError if it fails or does not answer."""
         try:
             return ray.get(getattr(self._agent, method).remote(*args), timeout=timeout_s)
@@ -90,12 +82,18 @@ class RayNode:
             self.answers = False
             raise OSError(f"{self.name} does not answer: {_cause(error)}") from error
 
+    def begin(self, *args: Any) -> str | None:
+        """Why the node cannot start jobs, if it says so. One that does not answer is lost."""
+        try:
+            trouble: str | None = self.call("begin", *args, timeout_s=_CALL_S)
+        except OSError as error:
+            return str(error) if self.answers else None
+        return trouble and f"{self.name}: {trouble}"
+
     def start(self, command: Command) -> Child:
-        started: Started = self.call("start", command, timeout_s=self._config.heartbeat_timeout_s)
-        child = Child(command.job.name, *started, time.monotonic(), partial(self._signal, started.pid))
-        with self._lock:
-            self._children[child.pid] = child
-        self._settle(self._report)  # it may have ended already
+        pid, stdout, stderr = self.call("start", command, timeout_s=self._config.heartbeat_timeout_s)
+        child = Child(command.job.name, pid, stdout, stderr, time.monotonic(), partial(self._signal, pid))
+        self._children[pid] = child
         return child
 
     def look(self, child: Child) -> Sighting:
@@ -106,7 +104,7 @@ class RayNode:
             self.call("end_rest", child.pid, timeout_s=self._config.heartbeat_timeout_s)
 
     def end_all(self, grace_s: float) -> list[int]:
-        left: list[int] = self.call("end_all", grace_s, timeout_s=grace_s + _LEAVE_S)
+        left: list[int] = self.call("end_all", grace_s, timeout_s=grace_s + _END_S)
         return left
 
     def leave(self, outcome: Outcome | None) -> None:
@@ -114,44 +112,34 @@ class RayNode:
         self._closing.set()
         if self.answers:
             with suppress(OSError):
-                self.call("leave", outcome, timeout_s=_AGENT_LEAVE_S)
+                self.call("leave", outcome, timeout_s=_LEAVE_S)
 
     def _signal(self, pid: int, signum: int, to_group: bool) -> None:
         self._agent.signal.remote(pid, signum, to_group)
 
     def _follow(self) -> None:
-        heard_at, signum = time.monotonic(), None
         timeout_s, interval_s = self._config.heartbeat_timeout_s, self._config.heartbeat_interval_s
+        lost_at, signum = time.monotonic() + timeout_s, None
         while not self._closing.is_set():
-            left_s = max(0.1, heard_at + timeout_s - time.monotonic())
+            left_s = lost_at - time.monotonic()
             try:
-                report: Report = ray.get(self._agent.report.remote(interval_s), timeout=left_s)
-            except ActorDiedError as error:
-                return self._lose(f"is gone: {_cause(error)}")
+                report: Report = ray.get(self._agent.report.remote(interval_s), timeout=max(left_s, 0.1))
             except RayError as error:  # a network that is cut for a moment comes back
                 self.answers = False
-                if time.monotonic() - heard_at >= timeout_s:
-                    self.silent_at = time.monotonic()
-                    return self._lose(f"has sent no sign of life for {timeout_s:.0f} s ({_cause(error)})")
+                is_gone = isinstance(error, ActorDiedError)
+                if (is_gone or left_s <= 0) and not self._closing.is_set():
+                    what = "is gone: " if is_gone else f"has sent no sign of life for {timeout_s:.0f} s: "
+                    return self._events.put(NodeLost(self.rank, what + _cause(error)))
                 self._closing.wait(_RETRY_S)
                 continue
-            heard_at, self.answers, self._report = time.monotonic(), True, report
-            self._settle(report)
-            if report.signum is not None and report.signum != signum:
+            lost_at, self.answers, self._report = time.monotonic() + timeout_s, True, report
+            for pid, code in report.exits.items():  # of this report and all before
+                if (child := self._children.pop(pid, None)) is not None:
+                    child.end(code)
+                    self._events.put(ChildExited(child.name, code))
+            if report.signum != signum and report.signum is not None:
                 signum = report.signum
                 self._events.put(NodeSignalled(self.rank, signum))
-
-    def _settle(self, report: Report) -> None:
-        with self._lock:
-            ended = [(self._children.pop(pid), code) for pid, code in report.exits.items() if pid in self._children]
-        for child, code in ended:
-            child.end(code)
-            self._events.put(ChildExited(child.name, code))
-
-    def _lose(self, reason: str) -> None:
-        self.answers = False
-        if not self._closing.is_set():
-            self._events.put(NodeLost(self.rank, reason))
 
 
 def _cause(error: Exception) -> str:
@@ -159,46 +147,6 @@ def _cause(error: Exception) -> str:
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     told = [line.partition(" because ")[2].partition(". ")[0] for line in lines if " because " in line]
     return (told or lines or [type(error).__name__])[0]
-
-
-@dataclass(frozen=True)
-class RayNodes:
-    """The nodes of a run on Ray, reserved and with an agent each."""
-
-    nodes: Mapping[int, RayNode]
-
-    @contextmanager
-    def open(self, session: RunSession) -> Iterator[Mapping[int, Node]]:
-        """Have every node check itself and make ready.
-
-        Raises:
-            UserError: one cannot be used, or does not answer.
-        """
-        environ = {key: value for key, value in session.environ.items() if not key.startswith("RAY_")}
-        orders = {
-            rank: Order(
-                str(session.run_dir.root),
-                session.identity,
-                rank,
-                len(self.nodes),
-                session.token,
-                environ,
-                os.getcwd(),
-                sys.executable,
-            )
-            for rank in self.nodes
-        }
-        with ThreadPoolExecutor(len(self.nodes)) as pool:
-            answers = {rank: pool.submit(node.call, "begin", orders[rank]) for rank, node in self.nodes.items()}
-        for rank, answer in answers.items():
-            trouble = answer.exception() or answer.result()
-            if trouble:
-                raise UserError(f"{self.nodes[rank].name}: {trouble}")
-        yield self.nodes
-
-    def end(self, outcome: Outcome) -> None:
-        """Let the nodes know that the run is over."""
-        _let_go(self.nodes.values(), outcome)
 
 
 @contextmanager
@@ -219,33 +167,21 @@ def ray_connection(address: str | None, own_address: str | None = None) -> Itera
     try:
         yield
     finally:
-        if not _within(_LEAVE_S, ray.shutdown):
-            atexit.unregister(ray.shutdown)  # Ray would wait again
-
-
-@dataclass
-class EarlierNodes:
-    """What a launcher knows when it resumes a run: how many nodes the run had, and when nodes fell silent, by Ray's id
-    (monotonic seconds)."""
-
-    num_nodes: int | None = None
-    silent_at: dict[str, float] = field(default_factory=dict)
+        atexit.unregister(ray.shutdown)  # it would wait for a head that is gone, as here
+        with suppress(TimeoutError):
+            _in_thread(ray.shutdown).result(_END_S)
 
 
 @contextmanager
 def joined_nodes(
-    config: RunConfig,
-    member: ClusterMember,
-    earlier: EarlierNodes,
-    signals: SimpleQueue[Any],
-    events: SimpleQueue[Event],
+    config: RunConfig, member: ClusterMember, num_nodes: int, signals: SimpleQueue[Any], events: SimpleQueue[Event]
 ) -> Iterator[Place]:
     """Wait for the nodes, reserve them, and start an agent on each.
 
     Args:
         config: of the run; `world.nodes` describes the nodes that it needs.
-        member: the place of this machine; how many nodes there have to be, if they brought the cluster up.
-        earlier: nodes of the run's last start; those of this one are noted there.
+        member: the place of this machine.
+        num_nodes: how many nodes there have to be without such a description; an existing cluster may have more.
         signals: where an `Interrupted` ends the wait, or a `ChildExited` of Ray's processes of this node.
         events: what the nodes say goes there.
 
@@ -254,57 +190,63 @@ def joined_nodes(
         WorkerError: Ray ended on this node.
         KeyboardInterrupt: the launcher got a signal, whose number is its argument.
     """
-    deadline = time.monotonic() + config.supervise.nodes_timeout_s
-    # An existing cluster may have any number of nodes.
-    num_nodes = member.world_size if config.world.cluster == "auto" else None
-    with _reserved(config, num_nodes, earlier, signals, deadline) as (chosen, group):
-        earlier.num_nodes = len(chosen)
-        nodes: dict[int, RayNode] = {}
-        try:
-            for rank, node in enumerate(chosen):
-                nodes[rank] = RayNode(
-                    rank, node["NodeManagerAddress"], _agent(group, rank, node, config), events, config.supervise
+    ports = scanned_ports(config, member.master_port or DEFAULT_MASTER_PORT)
+    stopped = threading.Event()
+    try:
+        # Ray waits for a head that is gone: this thread hears of it, and of signals.
+        joining = _in_thread(partial(_join, config, num_nodes, member.world_size > 1, ports, stopped))
+        joining.add_done_callback(lambda _: signals.put(None))
+        while not joining.done():
+            event = signals.get()
+            if isinstance(event, Interrupted):
+                raise KeyboardInterrupt(event.signum)
+            if isinstance(event, ChildExited):
+                raise WorkerError(f"Ray's processes of this node ended ({describe_exit(event.returncode)}).")
+        chosen, group, agents, facts = joining.result()
+    finally:
+        stopped.set()
+    hosts = [info["NodeManagerAddress"] for info in chosen]
+    nodes = [
+        RayNode(rank, host, agent, events, config.supervise)
+        for rank, (host, agent) in enumerate(zip(hosts, agents, strict=True))
+    ]
+    own = ray.get_runtime_context().get_node_id()
+    place = next((rank for rank, info in enumerate(chosen) if info["NodeID"] == own), -1)
+    cluster = Cluster(tuple(each.machine for each in facts), place, member.master_port)
+    busy_ports = {rank: each.busy_ports for rank, each in enumerate(facts)}
+    try:
+        for node, each in zip(nodes, facts, strict=True):
+            if each.version != __version__:
+                raise UserError(
+                    f"{node.name} has pipelinerl {each.version}, here it is {__version__}. Install the same."
                 )
-            ports = scanned_ports(config, member.master_port or DEFAULT_MASTER_PORT)
-            facts: dict[int, Facts] = {rank: _facts(node, ports) for rank, node in nodes.items()}
-            own = ray.get_runtime_context().get_node_id()
-            place = next((rank for rank, node in enumerate(chosen) if node["NodeID"] == own), -1)
-            cluster = Cluster(tuple(each.machine for each in facts.values()), place, member.master_port)
-            busy_ports = {rank: each.busy_ports for rank, each in facts.items()}
-            found = RayNodes(nodes)
-            yield Place(cluster, busy_ports, found.open, True, found.end)
-        finally:
-            _let_go(nodes.values(), None)
-            earlier.silent_at |= {
-                chosen[rank]["NodeID"]: node.silent_at for rank, node in nodes.items() if node.silent_at is not None
-            }
+        yield Place(cluster, busy_ports, partial(_opened, nodes), True, partial(_let_go, nodes))
+    finally:
+        _let_go(nodes, None)
+        with suppress(TimeoutError):
+            _in_thread(partial(remove_placement_group, group)).result(_END_S)
 
 
 @contextmanager
-def _reserved(
-    config: RunConfig, num_nodes: int | None, earlier: EarlierNodes, signals: SimpleQueue[Any], deadline: float
-) -> Iterator[tuple[list[dict[str, Any]], PlacementGroup]]:
-    """The nodes of the run with all their cores and GPUs, chosen again if one is gone before it is reserved."""
-    while True:
-        chosen = _await_nodes(config, num_nodes, earlier, signals, deadline)
-        bundles = [_bundle(node) for node in chosen]
-        group = _answer(partial(placement_group, bundles, strategy="STRICT_SPREAD"), signals)
-        try:
-            if _is_placed(group, chosen, signals, deadline):
-                yield chosen, group
-                return
-        finally:
-            _within(_LEAVE_S, partial(remove_placement_group, group))
+def _opened(nodes: Sequence[RayNode], session: RunSession) -> Iterator[Mapping[int, Node]]:
+    """Have every node check itself and make ready. Raises UserError if one cannot be used."""
+    environ = {key: value for key, value in session.environ.items() if not key.startswith("RAY_")}
+    order = str(session.run_dir.root), session.identity, len(nodes), session.token, environ, os.getcwd()
+    with ThreadPoolExecutor(len(nodes)) as pool:
+        troubles = list(pool.map(lambda node: node.begin(node.rank, *order), nodes))
+    if trouble := next(filter(None, troubles), None):
+        raise UserError(trouble)
+    yield {node.rank: node for node in nodes}
 
 
 def _let_go(nodes: Collection[RayNode], outcome: Outcome | None) -> None:
-    with ThreadPoolExecutor(max(1, len(nodes))) as pool:
+    with ThreadPoolExecutor(len(nodes)) as pool:
         for node in nodes:
             pool.submit(node.leave, outcome)
 
 
-def _answer(ask: Callable[[], Any], signals: SimpleQueue[Any]) -> Any:
-    """What Ray returns. It waits for a head that is gone: a signal or the end of Ray here ends the wait."""
+def _in_thread(ask: Callable[[], Any]) -> Future[Any]:
+    """What Ray returns, once it does."""
     answer: Future[Any] = Future()
 
     def run() -> None:
@@ -312,122 +254,84 @@ def _answer(ask: Callable[[], Any], signals: SimpleQueue[Any]) -> Any:
             answer.set_result(ask())
         except BaseException as error:  # noqa: BLE001 - raised where the answer is awaited
             answer.set_exception(error)
-        signals.put(None)
 
     threading.Thread(target=run, name="ask-ray", daemon=True).start()
-    while not answer.done():
-        _wait(signals, _CALL_S)
-    return answer.result()
+    return answer
 
 
-def _within(limit_s: float, do: Callable[[], object]) -> bool:
-    """Whether this was done in time: Ray waits for a head that is gone."""
-    thread = threading.Thread(target=do, daemon=True)
-    thread.start()
-    thread.join(limit_s)
-    return not thread.is_alive()
+def _join(
+    config: RunConfig, num_nodes: int, is_exact: bool, ports: list[int], stopped: threading.Event
+) -> tuple[list[RayInfo], PlacementGroup, list[Any], list[Facts]]:
+    """The nodes of the run by rank, reserved with all their cores and GPUs, the agents on them, and what those say.
 
-
-def _facts(node: RayNode, ports: list[int]) -> Facts:
-    try:
-        facts: Facts = node.call("describe", ports, timeout_s=_CALL_S)
-    except OSError as error:
-        raise UserError(f"no agent on {node.name}: {error}") from error
-    if facts.version != __version__:
-        raise UserError(f"{node.name} has pipelinerl {facts.version}, here it is {__version__}. Install the same.")
-    return facts
-
-
-def _await_nodes(
-    config: RunConfig, num_nodes: int | None, earlier: EarlierNodes, signals: SimpleQueue[Any], deadline: float
-) -> list[dict[str, Any]]:
-    """The nodes of the run in the order of their ranks, once all are there."""
-    wanted = None if config.world.nodes is None else [node.gpus for node in config.world.nodes]
-    told = ""
-    while True:
-        silent = {name for name, at in earlier.silent_at.items() if time.monotonic() - at < _SILENT_S}
-        living = [node for node in _living(signals) if node["NodeID"] not in silent and _count(node, "CPU")]
-        living.sort(key=_order)
-        chosen, there = living, f"{len(living)} node(s)"
-        if wanted is not None:
-            chosen = _matching(living, wanted)
-            there += f", not the {len(wanted)} with {', '.join(map(str, wanted))} GPUs (world.nodes)"
-        elif num_nodes is not None:
-            ranks = [_rank(node) for node in living]
-            chosen = living if ranks == list(range(num_nodes)) else []
-            there += f" of {num_nodes} (RANK {', '.join(map(str, ranks))})"
-        elif earlier.num_nodes is not None and len(living) < earlier.num_nodes:
-            chosen, there = [], f"{there} of {earlier.num_nodes}, which the run had"
+    What a node that is gone takes with it is tried again: Ray may take a minute to find out that it is.
+    """
+    deadline, told, failures = time.monotonic() + config.supervise.nodes_timeout_s, "", 0
+    while not stopped.is_set():
+        living = sorted((info for info in ray.nodes() if info["Alive"] and _count(info, "CPU")), key=_order)
+        chosen, trouble = _choose(config, num_nodes, is_exact, living)
         if chosen:
-            return chosen
-        if there != told:
-            told = there
-            sys.stderr.write(f"waiting for nodes: {there}, at most {deadline - time.monotonic():.0f} s\n")
-        if time.monotonic() > deadline:
-            hosts = ", ".join(node["NodeManagerAddress"] for node in living) or "none"
-            raise UserError(f"the Ray cluster has {there} after supervise.nodes_timeout_s: {hosts}.")
-        _wait(signals, _RETRY_S)
+            group = placement_group([_bundle(info) for info in chosen], strategy="STRICT_SPREAD")
+            trouble = "the nodes are in use by others (`ray status` shows by whom), or one is gone"
+            try:
+                if group.wait(_RESERVE_S):
+                    agents = [_agent(group, rank, info, config) for rank, info in enumerate(chosen)]
+                    facts = ray.get([agent.describe.remote(ports) for agent in agents], timeout=_CALL_S)
+                    return chosen, group, agents, facts
+            except RayError as error:
+                trouble, failures = f"an agent does not start: {_cause(error)}", failures + 1
+            remove_placement_group(group)
+        if time.monotonic() > deadline or failures == _MAX_FAILURES:
+            hosts = ", ".join(info["NodeManagerAddress"] for info in living) or "none"
+            raise UserError(f"{trouble}, after supervise.nodes_timeout_s or several trials; nodes of Ray: {hosts}.")
+        if trouble != told:
+            told = trouble
+            sys.stderr.write(f"waiting for nodes: {told}, at most {deadline - time.monotonic():.0f} s\n")
+        stopped.wait(_RETRY_S)
+    raise WorkerError("the wait for nodes was stopped")
 
 
-def _matching(living: list[dict[str, Any]], gpus: list[int]) -> list[dict[str, Any]]:
+def _choose(config: RunConfig, num_nodes: int, is_exact: bool, living: list[RayInfo]) -> tuple[list[RayInfo], str]:
+    """The nodes of the run by rank; none, and why, if not all are there."""
+    there = f"{len(living)} node(s)"
+    if config.world.nodes is not None:
+        gpus = [node.gpus for node in config.world.nodes]
+        there += f", not the {len(gpus)} with {', '.join(map(str, gpus))} GPUs (world.nodes)"
+        return _matching(living, gpus), there
+    is_enough = len(living) == num_nodes if is_exact else len(living) >= num_nodes
+    return living if is_enough else [], f"{there} of {num_nodes}"
+
+
+def _matching(living: list[RayInfo], gpus: list[int]) -> list[RayInfo]:
     """For each number of GPUs a node of its own that has so many; empty: there are not enough."""
-    free, found = list(living), dict[int, dict[str, Any]]()
+    free, found = list(living), dict[int, RayInfo]()
     for place in sorted(range(len(gpus)), key=lambda place: -gpus[place]):
-        fitting = [node for node in free if _count(node, "GPU") >= gpus[place]]
+        fitting = [info for info in free if _count(info, "GPU") >= gpus[place]]
         if not fitting:
             return []
-        node = min(fitting, key=lambda node: _count(node, "GPU"))
-        free.remove(node)
-        resources = {**node["Resources"], "GPU": float(gpus[place])}
-        found[place] = {**node, "Resources": resources}
+        info = min(fitting, key=lambda info: _count(info, "GPU"))
+        free.remove(info)
+        found[place] = {**info, "Resources": {**info["Resources"], "GPU": float(gpus[place])}}
     return [found[place] for place in range(len(gpus))]
 
 
-def _living(signals: SimpleQueue[Any]) -> list[dict[str, Any]]:
-    return [node for node in _answer(ray.nodes, signals) if node["Alive"]]
-
-
-def _is_placed(group: PlacementGroup, chosen: list[dict[str, Any]], signals: SimpleQueue[Any], deadline: float) -> bool:
-    """Wait until the nodes are reserved; False if one of them turns out to be gone."""
-    while not _answer(partial(group.wait, timeout_seconds=1), signals):
-        living = {node["NodeID"] for node in _living(signals)}
-        if not living.issuperset(node["NodeID"] for node in chosen):
-            return False
-        if time.monotonic() > deadline:
-            raise UserError("the nodes of the Ray cluster are in use by others: `ray status` shows by whom.")
-    return True
-
-
-def _wait(signals: SimpleQueue[Any], wait_s: float) -> None:
-    with suppress(Empty):
-        event = signals.get(timeout=wait_s)
-        if isinstance(event, Interrupted):
-            raise KeyboardInterrupt(event.signum)
-        if isinstance(event, ChildExited):
-            raise WorkerError(f"Ray's processes of this node ended ({describe_exit(event.returncode)}).")
-
-
-def _order(node: dict[str, Any]) -> tuple[int, bool, str]:
+def _order(info: RayInfo) -> tuple[int, bool, str]:
     """By RANK where nodes have one, else the launcher's node first."""
-    is_other = node["NodeID"] != ray.get_runtime_context().get_node_id()
-    return _rank(node), is_other, node["NodeManagerAddress"]
+    is_other = info["NodeID"] != ray.get_runtime_context().get_node_id()
+    return int(info["Labels"].get(RANK_LABEL, "0")), is_other, info["NodeManagerAddress"]
 
 
-def _rank(node: dict[str, Any]) -> int:
-    return int(node["Labels"].get(RANK_LABEL, "0"))
+def _count(info: RayInfo, resource: str) -> int:
+    return int(info["Resources"].get(resource, 0))
 
 
-def _count(node: dict[str, Any], resource: str) -> int:
-    return int(node["Resources"].get(resource, 0))
+def _bundle(info: RayInfo) -> dict[str, float]:
+    counts = {name: float(_count(info, name)) for name in ("CPU", "GPU") if _count(info, name)}
+    return counts | {f"node:{info['NodeManagerAddress']}": 0.001}
 
 
-def _bundle(node: dict[str, Any]) -> dict[str, float]:
-    bundle = {"CPU": float(_count(node, "CPU")), f"node:{node['NodeManagerAddress']}": 0.001}
-    return bundle | ({"GPU": float(gpus)} if (gpus := _count(node, "GPU")) else {})
-
-
-def _agent(group: PlacementGroup, rank: int, node: dict[str, Any], config: RunConfig) -> Any:
-    cpus, gpus = _count(node, "CPU"), _count(node, "GPU")
+def _agent(group: PlacementGroup, rank: int, info: RayInfo, config: RunConfig) -> Any:
+    cpus, gpus = _count(info, "CPU"), _count(info, "GPU")
     options = {
         "num_cpus": cpus,
         "num_gpus": gpus,
@@ -436,4 +340,4 @@ def _agent(group: PlacementGroup, rank: int, node: dict[str, Any], config: RunCo
     }
     # Longer than the launcher's own patience: it names the node first.
     silence_s = config.supervise.heartbeat_timeout_s + 2 * config.supervise.heartbeat_interval_s
-    return ray.remote(NodeAgent).options(**options).remote(node["NodeManagerAddress"], gpus, cpus, silence_s)
+    return ray.remote(NodeAgent).options(**options).remote(info["NodeManagerAddress"], gpus, cpus, silence_s)

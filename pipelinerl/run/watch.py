@@ -200,7 +200,8 @@ class Supervisor:
         try:
             child = self._node_of(name).start(command)
         except OSError as error:
-            return Outcome("failed", f"{name} could not be started: {error}", EXIT_RUN_FAILED, name)
+            reason, is_lost = f"{name} could not be started: {error}", not self._node_of(name).answers
+            return Outcome("failed", reason, EXIT_RUN_FAILED, name, has_lost_node=is_lost)
         self._children[name], self._signs[name] = child, Sign(child.pid, child.started_at)
         logger.info("started %s (pid %d), logs in %s", name, child.pid, self._session.run_dir.job(name))
         return None

@@ -302,9 +302,7 @@ def test_a_network_that_stays_cut_ends_the_run_on_both_sides(apart: TwoNodes) ->
     assert apart.hosts is not None
     apart.hosts.cut()
     began = time.monotonic()
-    assert apart.launchers[0].wait(NAMED_S) == 1
-    # Ray on the other side hopes for a while that the head comes back.
-    codes, reason = apart.end(5 * NAMED_S)
+    codes, reason = apart.end()
     print(f"over after {time.monotonic() - began:.0f} s")
     assert codes == [1, 1] and f"node 1 ({ADDRESSES[1]})" in reason
 

@@ -11,16 +11,18 @@ from pathlib import Path
 from queue import SimpleQueue
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import MagicMock
 
 import pytest
 
 pytest.importorskip("ray")
+from ray.exceptions import RayError
+
 from pipelinerl.config import RunConfig
 from pipelinerl.errors import ConfigError, UserError, WorkerError
 from pipelinerl.run import bring_up, ray_nodes
-from pipelinerl.run.node_agent import write_outcome
+from pipelinerl.run.node_agent import NODE_FOLDER_KEY, NodeAgent, read_outcome
 from pipelinerl.run.processes import ChildExited, Interrupted, Outcome
-from pipelinerl.run.ray_nodes import EarlierNodes
 from pipelinerl.world import ClusterMember, ClusterNode
 
 MACHINE = ClusterNode("127.0.0.1", (), 1)
@@ -32,84 +34,103 @@ def config_of(**supervise: Any) -> RunConfig:
 
 
 class FakeRay:
-    """A cluster of nodes `a`, `b`, ... as Ray describes them."""
+    """A cluster of nodes `a`, `b` and `c` as Ray describes them. `trouble`: where b turns out to be gone."""
 
-    def __init__(self, monkeypatch: pytest.MonkeyPatch, names: str) -> None:
-        self.living = set(names)
-        self.names = names
+    def __init__(self) -> None:
+        self.living = set("abc")
+        self.trouble = ""
         self.groups: list[int] = []  # nodes of each
-        context = SimpleNamespace(get_node_id=lambda: names[0])
-        ray = SimpleNamespace(nodes=self.nodes, get_runtime_context=lambda: context)
-        for name, value in {
-            "ray": ray,
-            "placement_group": self.reserve,
-            "remove_placement_group": lambda group: None,
-        }.items():
-            monkeypatch.setattr(ray_nodes, name, value)
+        self.removed = 0
 
     def nodes(self) -> list[dict[str, Any]]:
         more = {"Resources": {"CPU": 4.0}, "Labels": {}}
-        return [{"NodeID": n, "NodeManagerAddress": n, "Alive": n in self.living, **more} for n in self.names]
+        return [{"NodeID": n, "NodeManagerAddress": n, "Alive": n in self.living, **more} for n in "abc"]
 
-    def reserve(self, bundles: list[Any], strategy: str) -> Any:
-        """The first one stays pending: node b is gone."""
+    def placement_group(self, bundles: list[Any], strategy: str) -> Any:
         self.groups.append(len(bundles))
-        if len(self.groups) > 1:
-            return SimpleNamespace(wait=lambda timeout_seconds: True)
-        self.living.discard("b")
-        return SimpleNamespace(wait=lambda timeout_seconds: False)
+        return SimpleNamespace(wait=lambda timeout_s: self.is_fine("reserve"))
+
+    def remove_placement_group(self, group: Any) -> None:
+        self.removed += 1
+
+    def get(self, facts: list[Any], timeout: float) -> list[Any]:
+        if not self.is_fine("agents"):
+            raise RayError("no module")
+        return facts
+
+    def is_fine(self, where: str) -> bool:
+        if self.trouble == where:
+            self.living.discard("b")
+        is_fine = self.trouble != where or len(self.groups) > 1
+        return is_fine and (self.trouble != "always" or where == "reserve")
 
 
-def chosen_nodes(earlier: EarlierNodes, timeout_s: float = 0.0) -> str:
-    deadline = time.monotonic() + timeout_s
-    found = ray_nodes._await_nodes(config_of(), None, earlier, SimpleQueue(), deadline)
-    return "".join(node["NodeID"] for node in found)
+@pytest.fixture
+def cluster(monkeypatch: pytest.MonkeyPatch) -> FakeRay:
+    fake = FakeRay()
+    context = SimpleNamespace(get_node_id=lambda: "a")
+    ray = SimpleNamespace(nodes=fake.nodes, get=fake.get, get_runtime_context=lambda: context)
+    for name in ("placement_group", "remove_placement_group"):
+        monkeypatch.setattr(ray_nodes, name, getattr(fake, name))
+    monkeypatch.setattr(ray_nodes, "ray", ray)
+    monkeypatch.setattr(ray_nodes, "_agent", lambda *arguments: MagicMock())
+    return fake
 
 
-def test_a_node_that_fell_silent_is_left_out_until_ray_must_know(monkeypatch: pytest.MonkeyPatch) -> None:
-    FakeRay(monkeypatch, "abc")
-    now = time.monotonic()
-    assert chosen_nodes(EarlierNodes()) == "abc"
-    assert chosen_nodes(EarlierNodes(silent_at={"b": now})) == "ac"
-    assert chosen_nodes(EarlierNodes(silent_at={"b": now - 70})) == "abc"
+def joined(cluster: FakeRay, num_nodes: int = 1, **supervise: Any) -> str:
+    """Ids of the nodes of the run."""
+    chosen, *_ = ray_nodes._join(config_of(**supervise), num_nodes, False, [], threading.Event())
+    return "".join(info["NodeID"] for info in chosen)
 
 
-def test_a_resume_waits_for_as_many_nodes_as_before(monkeypatch: pytest.MonkeyPatch) -> None:
-    cluster = FakeRay(monkeypatch, "abc")
+def test_a_resume_waits_for_as_many_nodes_as_before(cluster: FakeRay) -> None:
     cluster.living.discard("c")
     with pytest.raises(UserError, match="2 node"):
-        chosen_nodes(EarlierNodes(num_nodes=3))
+        joined(cluster, 3, nodes_timeout_s=0.1)
     threading.Timer(0.2, cluster.living.add, "c").start()
-    assert chosen_nodes(EarlierNodes(num_nodes=3), timeout_s=20) == "abc"
+    assert joined(cluster, 3, nodes_timeout_s=20) == "abc"
 
 
-def test_nodes_are_chosen_again_if_one_goes_before_it_is_reserved(monkeypatch: pytest.MonkeyPatch) -> None:
-    cluster = FakeRay(monkeypatch, "abc")
-    with ray_nodes._reserved(config_of(), None, EarlierNodes(), SimpleQueue(), time.monotonic() + 20) as (chosen, _):
-        assert [node["NodeID"] for node in chosen] == ["a", "c"] and cluster.groups == [3, 2]
+@pytest.mark.parametrize("trouble", ["reserve", "agents"])
+def test_nodes_are_chosen_again_if_one_goes_meanwhile(cluster: FakeRay, trouble: str) -> None:
+    """Ray may take a minute to say that a node is gone."""
+    cluster.trouble = trouble
+    assert joined(cluster) == "ac" and cluster.groups == [3, 2] and cluster.removed == 1
+
+
+def test_agents_that_never_start_are_not_waited_for(cluster: FakeRay) -> None:
+    cluster.trouble = "always"
+    with pytest.raises(UserError, match="no module"):
+        joined(cluster)
+    assert len(cluster.groups) == 3
 
 
 @pytest.mark.parametrize(
     ("event", "error"), [(ChildExited("ray", 1), WorkerError), (Interrupted(15), KeyboardInterrupt)]
 )
-def test_a_head_that_is_gone_is_not_waited_for(event: Any, error: type[BaseException]) -> None:
+def test_a_head_that_is_gone_is_not_waited_for(
+    monkeypatch: pytest.MonkeyPatch, event: Any, error: type[BaseException]
+) -> None:
     """Ray answers nothing then."""
     signals, ends = SimpleQueue[Any](), threading.Event()
+    monkeypatch.setattr(ray_nodes, "_join", lambda *arguments: ends.wait())
     threading.Timer(0.1, signals.put, [event]).start()
     started = time.monotonic()
-    with pytest.raises(error):
-        ray_nodes._answer(ends.wait, signals)
+    nodes = ray_nodes.joined_nodes(config_of(), ClusterMember(), 1, signals, SimpleQueue())
+    with pytest.raises(error), nodes:
+        pass
     ends.set()
     assert time.monotonic() - started < 20
 
 
-def test_what_ray_raises_reaches_the_launcher() -> None:
-    def ask() -> None:
+def test_what_ray_raises_reaches_the_launcher(monkeypatch: pytest.MonkeyPatch) -> None:
+    def ask(*arguments: Any) -> None:
         raise ValueError("no such node")
 
-    with pytest.raises(ValueError, match="no such node"):
-        ray_nodes._answer(ask, SimpleQueue())
-    assert ray_nodes._answer(lambda: 7, SimpleQueue()) == 7
+    monkeypatch.setattr(ray_nodes, "_join", ask)
+    nodes = ray_nodes.joined_nodes(config_of(), ClusterMember(), 1, SimpleQueue(), SimpleQueue())
+    with pytest.raises(ValueError, match="no such node"), nodes:
+        pass
 
 
 def test_nodes_leave_at_the_same_time() -> None:
@@ -145,17 +166,15 @@ def test_the_head_has_a_port_of_its_own_and_no_memory_monitor(monkeypatch: pytes
         assert environs[0]["RAY_memory_monitor_refresh_ms"] == "0"
 
 
-def test_a_node_ends_once_its_agent_has_left(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """What the jobs of the node shared is ended by then, and the outcome says how the run went."""
-
+def test_a_node_ends_with_the_outcome_that_its_agent_leaves(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     @contextmanager
     def here(*arguments: Any) -> Iterator[Any]:
         yield SimpleNamespace(head="h:1", address="h", folder=tmp_path, child=None)
 
     monkeypatch.setattr(bring_up, "ray_here", here)
-    begun = tmp_path / "begun"
-    begun.touch()
-    write_outcome(tmp_path, Outcome("failed", "why", 1))
-    threading.Timer(0.3, begun.unlink).start()
+    monkeypatch.setenv(NODE_FOLDER_KEY, str(tmp_path))
+    agent, seen = NodeAgent("h", 0, 1, silence_s=600), list[Any]()
+    agent._stack.callback(lambda: seen.append(read_outcome(tmp_path)))
+    threading.Timer(0.3, agent.leave, [Outcome("failed", "why", 1)]).start()
     assert bring_up.serve_node(config_of(heartbeat_interval_s=0.05), ClusterMember(2, 1), MACHINE) == 1
-    assert not begun.exists()
+    assert seen == [None], "what the jobs of the node shared has ended before"

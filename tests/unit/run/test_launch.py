@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-import sys
 from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
@@ -18,7 +17,7 @@ import pytest
 import pipelinerl.launch as launch_module
 from pipelinerl.config import RunConfig
 from pipelinerl.errors import EXIT_USER_ERROR, ConfigError, UserError
-from pipelinerl.run.node_agent import NODE_FOLDER_KEY, NodeAgent, Order, has_begun, read_outcome
+from pipelinerl.run.node_agent import NodeAgent
 from pipelinerl.run.processes import Outcome
 from pipelinerl.rundir.layout import RunDir, RunIdentity, write_identity
 from pipelinerl.world import ClusterMember, ClusterNode
@@ -93,20 +92,8 @@ def test_d3_a_node_that_does_not_see_what_the_launcher_wrote_is_refused(
         write_identity(RunDir(tmp_path).identity_file, found)
     identity = RunIdentity(run_id="run-a", incarnation=2)
     agent = NodeAgent("h", 0, 1, silence_s=600)
-    trouble = agent.begin(Order(str(tmp_path), identity, 1, 2, "token", {}, str(tmp_path), sys.executable))
+    trouble = agent.begin(1, str(tmp_path), identity, 2, "token", {}, str(tmp_path))
     assert str(trouble).startswith("output_dir: got")
-
-
-def test_the_outcome_is_written_before_what_jobs_shared_is_ended(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """An MPS daemon may take longer to end than the launcher waits."""
-    monkeypatch.setenv(NODE_FOLDER_KEY, str(tmp_path))
-    (tmp_path / "begun").touch()
-    agent, seen = NodeAgent("h", 0, 1, silence_s=86_400), list[Any]()
-    agent._stack.callback(lambda: seen.append((read_outcome(tmp_path), has_begun(tmp_path))))
-    agent.leave(INTERRUPTED)
-    assert seen == [(INTERRUPTED, True)] and not has_begun(tmp_path)
 
 
 @pytest.mark.parametrize(
