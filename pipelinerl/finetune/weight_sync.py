@@ -27,6 +27,7 @@ from pipelinerl.records import PoolAnswer, PoolChange, ServerDropped, ServerRead
 from pipelinerl.role import RoleContext
 from pipelinerl.streams.base import LAUNCHER, POOL_TOPIC, Entry
 from pipelinerl.streams.read import Feed
+from pipelinerl.weights.buffers import WeightSource
 from pipelinerl.weights.link import ServerAddress
 from pipelinerl.weights.manifest import (
     adapter_problems,
@@ -132,82 +133,63 @@ class WeightSync:
                 to receive the final weights.
         """
         start = time.perf_counter()
-        report, generations = self._publish(version)
-        while self._ranks.broadcast(int(required and report is not None and not report.updated)):
+        report = self._publish(version)
+        while self._ranks.broadcast(int(required and not report.updated)):
             if self._pool is not None:
                 self._pool.wait_for_fresh(self.return_timeout_s)
-            report, generations = self._publish(version)
-        difference = self._verify(version, report, generations, probe_tokens)
+            report = self._publish(version)
+        difference = self._verify(version, report, probe_tokens)
         return Delivery(
             version=version,
-            seconds=report.seconds if report else {},
-            num_servers=report.num_servers if report else 0,
+            seconds=report.seconds,
+            num_servers=report.num_servers,
             probe_abs_diff=difference,
             total_s=time.perf_counter() - start,
-            sent_bytes=report.sent_bytes if report else 0,
+            sent_bytes=report.sent_bytes,
         )
 
     def send_to_fresh(self, version: int) -> None:
         """Give the servers that wait for their first weights the present ones; the others are left alone."""
-        report, generations = self._publish(version, self._pool.fresh if self._pool else ())
-        self._verify(version, report, generations, ())
+        report = self._publish(version, self._pool.fresh if self._pool else ())
+        self._verify(version, report, ())
 
-    def _publish(
-        self, version: int, names: Collection[str] | None = None
-    ) -> tuple[UpdateReport | None, dict[str, int]]:
-        """Rank 0: the report, and the generation of every server that it is about. Other ranks: None."""
+    def _publish(self, version: int, names: Collection[str] | None = None) -> UpdateReport:
+        """What happened, on rank 0; other ranks take part in gathering the weights and get an empty report."""
         policy = self._backend.policy
         source_of = self._backend.adapter_source if policy.sends_adapter else self._backend.weight_source
         source = source_of(policy.served_dtype)
         if self._pool is None:
             source.follow()
-            return None, {}
-        generations = self._pool.generations()
+            return UpdateReport(version)
         try:
-            report = self._pool.publisher.publish(version, source, names)
+            return self._pool.publish(version, source, names)
         finally:
             source.done()
-        for server, error in report.failed.items():
-            self._pool.drop(server, generations.get(server), f"could not be given version {version}: {error}")
-        return report, generations
 
-    def _verify(
-        self,
-        version: int,
-        report: UpdateReport | None,
-        generations: dict[str, int],
-        probe_tokens: Sequence[Sequence[int]],
-    ) -> float | None:
+    def _verify(self, version: int, report: UpdateReport, probe_tokens: Sequence[Sequence[int]]) -> float | None:
         """Probe all updated servers with `probe_tokens`, if any; else those that are fresh. All ranks call it.
 
         Returns:
             The mean difference in nats on rank 0; None if no server was probed.
         """
-        pool, fresh = self._pool, set[str]()
-        if pool is not None and report is not None:
-            fresh = {update.name for update in report.updated} & set(pool.fresh)
+        updated = [update.name for update in report.updated]
+        fresh = {name for name in self._pool.fresh if name in updated} if self._pool else set[str]()
         if not self._ranks.broadcast(int(bool(probe_tokens) or bool(fresh))):
             return None
         sequences = self.probe.sequences(probe_tokens or self._join_tokens)
-        if pool is None or report is None:
-            return None
         results = []
-        for name in [update.name for update in report.updated if probe_tokens or update.name in fresh]:
-            result = self._probe_one(pool, version, name, generations.get(name), sequences, name in fresh)
+        for name in updated if probe_tokens else sorted(fresh):
+            result = self._probe_one(version, name, report.generations.get(name, 0), sequences, name in fresh)
             if result is not None:
                 results.append(result)
         return log_results(version, results) if results else None
 
     def _probe_one(
-        self,
-        pool: ServerPool,
-        version: int,
-        name: str,
-        generation: int | None,
-        sequences: Sequence[ProbeSequence],
-        is_fresh: bool,
+        self, version: int, name: str, generation: int, sequences: Sequence[ProbeSequence], is_fresh: bool
     ) -> ProbeResult | None:
         """Compare with one server; None if it was dropped."""
+        pool = self._pool
+        assert pool is not None
         try:
             result = pool.publisher.probe(sequences, [name])
         except WeightSyncError as error:
@@ -216,13 +198,13 @@ class WeightSync:
         try:
             self.probe.check(version, result)
         except WeightSyncError as error:
-            if pool.generations().get(name) != generation:
+            if not pool.is_present(name, generation):
                 return None  # it was restarted since the update; the next one is about it
             if not is_fresh or pool.is_first_start(name, generation):
                 raise
             pool.drop(name, generation, str(error))
             return None
-        if is_fresh and generation is not None:
+        if is_fresh:
             pool.ready(name, generation, version, result.mean_abs_diff)
         return result
 
@@ -306,14 +288,22 @@ class ServerPool:
             StreamError: the launcher cannot be heard.
         """
         for address in addresses:
-            if self.is_first_start(address.name, self.generations().get(address.name)):
-                self._join(address, 0, late=False)
+            if self.is_present(address.name, 0):
+                self._join(address)
+
+        def are_there() -> bool:
+            self._check_stream()
+            return not self._missing()
+
         with self._changed:
-            if not self._changed.wait_for(lambda: self._is_informed() and not self._missing(), self._start_timeout_s):
+            if not self._changed.wait_for(are_there, self._start_timeout_s):
                 error = f"; the last error: {self._last_error}" if self._last_error else ""
                 raise WeightSyncError(
                     ", ".join(self._missing()), f"not connected within {self._start_timeout_s:g} s of the start{error}"
                 )
+
+    def _missing(self) -> list[str]:
+        return sorted(self._planned - self._removed - set(self.publisher.servers))
 
     def fail(self, error: BaseException) -> None:
         """The stream cannot be followed any more. The trainer learns of it when it asks for servers the next time."""
@@ -322,15 +312,24 @@ class ServerPool:
             self._changed.notify_all()
         self._wake()
 
-    def _is_informed(self) -> bool:
-        """True, or StreamError: without the launcher's changes the trainer would wait for servers that are gone."""
+    def _check_stream(self) -> None:
+        """StreamError: without the launcher's changes the trainer would wait for servers that are gone."""
         if self._failure is not None:
             error = self._failure
             raise StreamError(f"what the launcher says of servers cannot be followed: {error}") from error
-        return True
 
-    def _missing(self) -> list[str]:
-        return sorted(self._planned - self._removed - set(self.publisher.servers))
+    def publish(self, version: int, source: WeightSource, names: Collection[str] | None = None) -> UpdateReport:
+        """Give the connected servers (or `names`) `version`, and drop those that could not be given it.
+
+        Raises:
+            StreamError: the launcher cannot be heard any more.
+            WeightSyncError: as `WeightPublisher.publish`.
+        """
+        self._check_stream()
+        report = self.publisher.publish(version, source, names)
+        for name, error in report.failed.items():
+            self.drop(name, report.generations.get(name, 0), f"could not be given version {version}: {error}")
+        return report
 
     def apply(self, entry: Entry[PoolChange]) -> None:
         """Apply one change of the launcher, in the thread that follows the stream."""
@@ -349,35 +348,39 @@ class ServerPool:
             self._changed.notify_all()
         if change.event == "up":
             logger.info("%s was started (generation %d): it joins when it is up", name, change.generation)
-            self._join(ServerAddress(name, change.url, change.group_port), change.generation, late=True)
+            self._join(ServerAddress(name, change.url, change.group_port, change.generation))
         else:
             logger.warning("%s is out (%s): %s", name, change.event, change.reason)
             self.publisher.drop(name, f"{change.event}: {change.reason}")
 
-    def _join(self, address: ServerAddress, generation: int, late: bool) -> None:
-        self.publisher.join(
-            address, self._start_timeout_s, lambda joined, error: self._on_joined(joined, generation, error), late
-        )
+    def _join(self, address: ServerAddress) -> None:
+        is_late = not self.is_first_start(address.name, address.generation)
+        self.publisher.join(address, self._start_timeout_s, self._on_joined, is_late)
+
+    def _on_joined(self, address: ServerAddress, error: str | None) -> None:
+        if error is not None:
+            with self._changed:
+                self._last_error = error
+            self.drop(address.name, address.generation, error)
+            return
+        with self._changed:
+            self._changed.notify_all()
+        self._wake()
 
     @property
     def fresh(self) -> list[str]:
-        """Connected servers that have not been given weights since they came up. StreamError: as `generations`."""
-        self._is_informed()
+        """Connected servers that were not given weights since they came up. StreamError: as `publish`."""
+        self._check_stream()
         connected = self.publisher.servers
         with self._changed:
             return [name for name in connected if name not in self._ready]
 
-    def generations(self) -> dict[str, int]:
-        """Number of the present start of each server, by name; `ready` and `drop` need it.
-
-        Raises:
-            StreamError: the launcher cannot be heard any more.
-        """
-        self._is_informed()
+    def is_present(self, name: str, generation: int) -> bool:
+        """Whether this start of the server is the newest, and it has not ended."""
         with self._changed:
-            return dict(self._generations)
+            return self._generations.get(name) == generation
 
-    def is_first_start(self, name: str, generation: int | None) -> bool:
+    def is_first_start(self, name: str, generation: int) -> bool:
         """Whether the server started with the run: then a fault of it is a fault of the run."""
         return generation == 0 and name in self._planned
 
@@ -398,24 +401,17 @@ class ServerPool:
             )
         )
 
-    def drop(self, name: str, generation: int | None, error: str) -> None:
+    def drop(self, name: str, generation: int, error: str) -> None:
         """This start of the server cannot be used: leave it and tell the launcher."""
         with self._changed:
-            if generation is None or self._generations.get(name) != generation:
+            if self._generations.get(name) != generation:
                 return  # the launcher knows already
             del self._generations[name]
             self._ready.discard(name)
         self.publisher.drop(name, error)
         logger.error("%s is dropped: %s", name, error)
-        self._announce(
-            ServerDropped(
-                name=name,
-                generation=generation,
-                error=error,
-                time=record_time(),
-                incarnation=self._incarnation,
-            )
-        )
+        now, start = record_time(), self._incarnation
+        self._announce(ServerDropped(name=name, generation=generation, error=error, time=now, incarnation=start))
 
     def wait_for_fresh(self, timeout_s: float) -> None:
         """Block until a server waits for weights.
@@ -426,13 +422,3 @@ class ServerPool:
         with self._changed:
             if not self._changed.wait_for(lambda: bool(self.fresh), timeout_s):
                 raise WeightSyncError("all servers", f"none of them came back within {timeout_s:g} s")
-
-    def _on_joined(self, address: ServerAddress, generation: int, error: str | None) -> None:
-        if error is not None:
-            with self._changed:
-                self._last_error = error
-            self.drop(address.name, generation, error)
-            return
-        with self._changed:
-            self._changed.notify_all()
-        self._wake()

@@ -13,9 +13,10 @@ import threading
 import time
 import uuid
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
+from concurrent.futures import Future
 from contextlib import asynccontextmanager, contextmanager, suppress
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal, TypeVar
+from typing import TYPE_CHECKING, Any, Literal
 
 import aiohttp
 
@@ -32,7 +33,6 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 KVCache = Literal["keep", "recompute"]
-Result = TypeVar("Result")
 
 _QUOTE_CHARACTERS = 800
 _HEALTH_RETRY_S = 0.25
@@ -50,11 +50,13 @@ class ServerAddress:
         name: for messages, for instance the job name.
         url: `http://host:port`.
         group_port: TCP port of this server's transfer group on the trainer's machine; None lets the system choose.
+        generation: number of this start of the server.
     """
 
     name: str
     url: str
     group_port: int | None = None
+    generation: int = 0
 
 
 @dataclass(frozen=True)
@@ -210,6 +212,7 @@ class ServerLink:
         timeout_s: limit of one attempt at connecting or updating.
         kv_cache: what happens to the KV cache of running requests at an update.
         base_checksum: of the frozen model that adapters belong to; None: not compared.
+        is_late: it joined during the run: if its model differs, only it is refused and the run continues.
     """
 
     def __init__(
@@ -220,15 +223,15 @@ class ServerLink:
         timeout_s: float,
         kv_cache: KVCache,
         base_checksum: str | None = None,
+        is_late: bool = False,
     ) -> None:
         self.address = address
+        self.is_late = is_late
         self.client = client
         #: Why the last attempt failed; None if it did not.
         self.error: str | None = None
         #: What the server says of its model, once it is connected.
         self.model = ServerModel()
-        #: It joined during the run: if its model differs, only it is refused and the run continues.
-        self.joined_later = False
         #: Set when the server is known to be gone, so that no second attempt is made.
         self.gone: str | None = None
         self._make_sender = make_sender
@@ -398,46 +401,30 @@ class ServerLink:
 
 async def _together(*calls: Coroutine[Any, Any, Any]) -> None:
     """Await all calls; the first error cancels the others and is raised as it is, not in a group."""
-    tasks = [asyncio.ensure_future(call) for call in calls]
     try:
-        done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_EXCEPTION)
-        # If several failed, the server's answer, which comes first in the list, says most.
-        for task in tasks:
-            if task in done:
-                task.result()
-    finally:
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        async with asyncio.TaskGroup() as group:
+            for call in calls:
+                group.create_task(call)
+    except BaseExceptionGroup as errors:
+        first = errors.exceptions[0]
+        raise first from first.__cause__
 
 
-async def _in_thread(name: str, call: Callable[[], Result]) -> Result:
-    """Run a blocking `call` in a daemon thread. After a cancellation it runs on and its result is dropped.
+async def _in_thread(name: str, call: Callable[[], object]) -> None:
+    """Run a blocking `call` in a daemon thread. After a cancellation it runs on and nobody hears of it.
 
     Not `asyncio.to_thread`: a pool joins its threads when the interpreter exits, and one may be stuck in NCCL.
     """
-    loop = asyncio.get_running_loop()
-    future: asyncio.Future[Result] = loop.create_future()
-
-    def deliver(result: Result | None, error: BaseException | None) -> None:
-        if future.done():
-            return
-        if error is None:
-            future.set_result(result)  # type: ignore[arg-type]
-        else:
-            future.set_exception(error)
+    done: Future[None] = Future()
+    done.set_running_or_notify_cancel()
 
     def run() -> None:
-        result, failure = None, None
         try:
-            result = call()
+            call()
         except BaseException as error:  # noqa: BLE001 - handed to the awaiting task
-            failure = error
-        try:
-            loop.call_soon_threadsafe(deliver, result, failure)
-        except RuntimeError:
-            if not loop.is_closed():
-                raise
+            done.set_exception(error)
+        else:
+            done.set_result(None)
 
     threading.Thread(target=run, name=name, daemon=True).start()
-    return await future
+    await asyncio.wrap_future(done)

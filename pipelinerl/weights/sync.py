@@ -56,6 +56,7 @@ class UpdateReport:
         failed: name -> quoted error of servers that failed twice. They are left paused and have to be restarted.
         total_s: wall-clock seconds of the whole call.
         sent_bytes: size of the tensors that each server got.
+        generations: which start of each of these servers it was.
     """
 
     version: int
@@ -63,6 +64,7 @@ class UpdateReport:
     failed: dict[str, str] = field(default_factory=dict)
     total_s: float = 0.0
     sent_bytes: int = 0
+    generations: dict[str, int] = field(default_factory=dict)
 
     @property
     def seconds(self) -> dict[str, float]:
@@ -149,7 +151,7 @@ class WeightPublisher:
         # Servers come and go in the thread that follows the pool, and their links are made on the event loop.
         self._lock = threading.Lock()
         self._links: dict[str, ServerLink] = {}
-        self._joining: dict[str, Future[None]] = {}
+        self._joining: dict[str, Future[WeightSyncError | None]] = {}
         self._session: aiohttp.ClientSession | None = None
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name="weight-publisher", daemon=True)
@@ -197,7 +199,8 @@ class WeightPublisher:
                 if link.name in errors and self._links.get(link.name) is link:
                     del self._links[link.name]
         sent_bytes = sum(meta.num_bytes for meta in metas)
-        return UpdateReport(version, updated, errors, time.monotonic() - started, sent_bytes)
+        generations = {link.name: link.address.generation for link in chosen}
+        return UpdateReport(version, updated, errors, time.monotonic() - started, sent_bytes, generations)
 
     def _round(
         self, version: int, source: WeightSource, metas: list[TensorMeta], links: list[ServerLink]
@@ -264,55 +267,55 @@ class WeightPublisher:
             WeightSyncError: a server did not come up or refused; its error is quoted.
         """
         limit_s = self._timeout_s if start_timeout_s is None else start_timeout_s
-
-        async def connect_all() -> None:
-            links = [self._new_link(address) for address in servers]
-            await asyncio.gather(*(_bring_up(link, limit_s) for link in links))
-            with self._lock:
-                self._links.update({link.name: link for link in links})
-
-        self._run(connect_all(), limit_s + self._timeout_s)
+        joining = [self.join(address, limit_s, is_late=False) for address in servers]
+        for future in joining:
+            if error := future.result(limit_s + self._timeout_s + _MARGIN_S):
+                raise error
 
     def join(
         self,
         address: ServerAddress,
         start_timeout_s: float,
-        on_done: Callable[[ServerAddress, str | None], None],
-        late: bool = True,
-    ) -> None:
+        on_done: Callable[[ServerAddress, str | None], object] = lambda address, error: None,
+        is_late: bool = True,
+    ) -> Future[WeightSyncError | None]:
         """Connect one more server in the background, once it is up: the next `publish` reaches it. Any thread.
 
         Args:
-            address: the server.
             start_timeout_s: how long it may take to come up.
             on_done: called on another thread with the error, or None when it is connected.
-            late: it joins during the run: if its model does not fit, only that server is refused.
+            is_late: it joins during the run: if its model does not fit, only that server is refused.
+
+        Returns:
+            A future with the error, or None when it is connected.
         """
         self.drop(address.name, "it joins again")
 
-        async def join_now() -> None:
-            link = self._new_link(address)
-            link.joined_later = late
-            error: str | None = None
+        async def join_now() -> WeightSyncError | None:
+            link = self._new_link(address, is_late)
+            failure: WeightSyncError | None = None
             try:
-                await _bring_up(link, start_timeout_s)
-            except WeightSyncError as failure:
-                error = str(failure)
+                await link.client.wait_healthy(start_timeout_s)
+                await link.connect()
+            except WeightSyncError as error:
+                failure = error
             except BaseException:
                 link.close()
                 raise
             with self._lock:
                 if self._joining.get(address.name) is not future:
                     link.close()
-                    return
+                    return failure
                 del self._joining[address.name]
-                if error is None:
+                if failure is None:
                     self._links[address.name] = link
-            on_done(address, error)
+            on_done(address, None if failure is None else str(failure))
+            return failure
 
         with self._lock:
             future = self._submit(join_now())
             self._joining[address.name] = future
+        return future
 
     def drop(self, name: str, reason: str) -> None:
         """Forget a server, connected or about to be; an update that is under way continues without it. Any thread."""
@@ -399,7 +402,7 @@ class WeightPublisher:
         with self._lock:
             return [link for link in self._links.values() if names is None or link.name in names]
 
-    def _new_link(self, address: ServerAddress) -> ServerLink:
+    def _new_link(self, address: ServerAddress, is_late: bool) -> ServerLink:
         """Called on the event loop, to which the session of all links belongs."""
         if self._session is None:
             self._session = control_session(self._token)
@@ -410,18 +413,15 @@ class WeightPublisher:
             return open_sender(SenderOptions(transport, here, address.group_port, self._timeout_s, self._device_index))
 
         client = ControlClient(self._session, address.name, address.url)
-        return ServerLink(address, client, make_sender, self._timeout_s, self._kv_cache, self._base_checksum)
+        return ServerLink(
+            address, client, make_sender, self._timeout_s, self._kv_cache, self._base_checksum, is_late=is_late
+        )
 
     def _submit(self, call: Coroutine[Any, Any, Result]) -> Future[Result]:
         return asyncio.run_coroutine_threadsafe(call, self._loop)
 
     def _run(self, call: Coroutine[Any, Any, Result], limit_s: float) -> Result:
         return self._submit(call).result(limit_s + _MARGIN_S)
-
-
-async def _bring_up(link: ServerLink, start_timeout_s: float) -> None:
-    await link.client.wait_healthy(start_timeout_s)
-    await link.connect()
 
 
 def _without(links: list[ServerLink], updated: list[ServerUpdate]) -> list[ServerLink]:
@@ -437,7 +437,7 @@ def _refused(links: list[ServerLink], metas: list[TensorMeta]) -> dict[str, str]
         try:
             link.check(metas)
         except WeightSyncError as error:
-            if not link.joined_later:
+            if not link.is_late:
                 raise
             link.close()
             refused[link.name] = str(error)

@@ -5,24 +5,19 @@ from __future__ import annotations
 from typing import Any
 
 from pipelinerl.errors import WeightSyncError
+from pipelinerl.finetune.weight_sync import ServerPool
 
 
-class StaticPool:
+class StaticPool(ServerPool):
     """Args: `publisher` is connected with its servers already."""
 
-    fresh: tuple[str, ...] = ()
+    fresh = ()  # type: ignore[assignment]
 
     def __init__(self, publisher: Any) -> None:
-        self.publisher = publisher
+        super().__init__(publisher, [], 0.0, lambda answer: None, 0)
 
-    def generations(self) -> dict[str, int]:
-        return {}
-
-    def is_first_start(self, name: str, generation: int | None) -> bool:
+    def is_present(self, name: str, generation: int) -> bool:
         return True
 
-    def drop(self, name: str, generation: int | None, error: str) -> None:
+    def drop(self, name: str, generation: int, error: str) -> None:
         raise WeightSyncError(name, error)
-
-    def wait_for_fresh(self, timeout_s: float) -> None:
-        raise WeightSyncError("all servers", "none of them has the weights")
