@@ -27,15 +27,9 @@ from pipelinerl.records import PoolAnswer, PoolChange, ServerDropped, ServerRead
 from pipelinerl.role import RoleContext
 from pipelinerl.streams.base import LAUNCHER, POOL_TOPIC, Entry
 from pipelinerl.streams.read import Feed
-from pipelinerl.weights.buffers import WeightSource
+from pipelinerl.weights.buffers import WeightSource, adapter_problems, coverage_problems
 from pipelinerl.weights.link import ServerAddress
-from pipelinerl.weights.manifest import (
-    adapter_problems,
-    coverage_problems,
-    folder_checksum,
-    local_folder,
-    read_manifest,
-)
+from pipelinerl.weights.manifest import folder_checksum, local_folder, read_manifest
 from pipelinerl.weights.sync import ProbeResult, ProbeSequence, UpdateReport, WeightPublisher
 from pipelinerl.world.jobs import CPU_TRANSPORT, GPU_TRANSPORT
 

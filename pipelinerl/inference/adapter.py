@@ -18,8 +18,8 @@ from vllm.lora.peft_helper import PEFTHelper
 from vllm.lora.request import LoRARequest
 from vllm.lora.utils import parse_fine_tuned_lora_name
 
-from pipelinerl.weights.buffers import NamedTensors
-from pipelinerl.weights.manifest import A_SUFFIX, Shape, adapter_problems
+from pipelinerl.weights.buffers import A_SUFFIX, NamedTensors, adapter_problems
+from pipelinerl.weights.manifest import Shape
 
 _ID = 1
 _NAME = "policy"

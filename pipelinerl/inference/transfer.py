@@ -46,8 +46,8 @@ from vllm.v1.attention.backend import AttentionImplBase
 
 from pipelinerl.inference.adapter import AdapterLoading
 from pipelinerl.inference.arguments import serves_adapter
-from pipelinerl.weights.buffers import NamedTensors, metas_of, receive_buffers
-from pipelinerl.weights.manifest import Shape, coverage_problems, local_folder, read_manifest, some
+from pipelinerl.weights.buffers import NamedTensors, coverage_problems, metas_of, receive_buffers, some
+from pipelinerl.weights.manifest import Shape, local_folder, read_manifest
 from pipelinerl.weights.transport import Receiver, open_receiver
 
 logger = logging.getLogger(__name__)
@@ -74,9 +74,7 @@ class InitInfo(WeightTransferInitInfo):
 class UpdateInfo(WeightTransferUpdateInfo):
     """Body of `/update_weights` (`weights.buffers.update_info_of`): what is about to be sent, in order."""
 
-    names: list[str]
-    dtype_names: list[str]
-    shapes: list[list[int]]
+    tensors: list[tuple[str, str, list[int]]]
     chunk_bytes: int
     pass_id: int
 
@@ -139,7 +137,7 @@ class PackedTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
         """
         if self._receiver is None or self._loading is None:
             raise RuntimeError("weight transfer is not initialized: call /init_weight_transfer_engine first")
-        metas = metas_of(update_info.names, update_info.dtype_names, update_info.shapes)
+        metas = metas_of(update_info.tensors)
         if problems := self._loading.problems({meta.name: meta.shape for meta in metas}):
             raise IncompleteUpdateError("; ".join(problems))
         receive, load, ignored = self._receiver.receive, self._loading.load, list[str]()

@@ -1,7 +1,11 @@
-"""The tensors of an update: where they come from, how they travel, and how a receiver knows that they arrived.
+"""The tensors of an update: where they come from, whether they fit a server's model, how they travel, and how a
+receiver knows that they arrived.
 
 A source declares names, dtypes and shapes without gathering anything, and yields tensors bucket by bucket, so that
 a sharded model never exists as a second full copy. A pass may be repeated: a server that failed gets everything again.
+
+A server accepts a subset of its tensors without a word. vLLM skips layers of an adapter that it does not know, and puts
+a matrix that is too small into a corner. So both ends check names and shapes before anything is received.
 
 Tensors travel in packed buffers. Trainer and workers split the same list of tensors by the same rule, so no header
 travels: tensors are appended until a buffer exceeds `chunk_bytes`. Layout of a buffer: the bytes of its tensors, zeros
@@ -15,14 +19,14 @@ wraps and does not depend on the order, so a CPU and a GPU get the same number. 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from pipelinerl.errors import WeightSyncError
-from pipelinerl.weights.manifest import DERIVED_SUFFIXES
+from pipelinerl.weights.manifest import DERIVED_SUFFIXES, ServerModel, Shape
 
 DEFAULT_CHUNK_BYTES = 256 * 2**20
 CHECKSUM_BYTES = 8
@@ -33,6 +37,12 @@ BLOCK_WORDS = 4096
 _INDEX_STEP = 2**40
 #: Tensors of one of these are concatenated as they are; others as bytes, which takes longer.
 _JOINED_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+
+#: Ends of an adapter's names: A of shape [rank, in] and B of shape [out, rank], with the scale alpha / r in B.
+A_SUFFIX = ".lora_A.weight"
+B_SUFFIX = ".lora_B.weight"
+_TIED_HEAD = "lm_head.weight"
+_MOST_NAMED = 4
 
 NamedTensors = list[tuple[str, torch.Tensor]]
 
@@ -139,36 +149,110 @@ def saved_buffers(module: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]
                 yield name, buffer
 
 
+def update_problems(
+    model: ServerModel, sent: Mapping[str, Shape], dtypes: Sequence[str] = (), base_checksum: str | None = None
+) -> list[str]:
+    """Everything that is wrong with sending `sent` to a server with `model`, as short sentences.
+
+    Args:
+        model: of the server.
+        sent: names and shapes of the update.
+        dtypes: dtypes on the wire; compared for adapters, whose base model the server loaded itself.
+        base_checksum: the trainer's, for adapters; None: not compared.
+    """
+    if model.adapter_rank is None:
+        return [] if model.tensors is None else coverage_problems(model.tensors, sent, model.tied)
+    problems = adapter_problems(model.tensors, sent, model.adapter_rank)
+    if others := [dtype for dtype in dtypes if dtype != model.dtype]:
+        problems.append(
+            f"its base model is in {model.dtype}, the trainer computes with values of {', '.join(others)}: set "
+            f"vllm_config.vllm_kwargs.dtype={others[0]}, or finetune.lora.sync=merged"
+        )
+    if None not in (base_checksum, model.base_checksum) and base_checksum != model.base_checksum:
+        problems.append(
+            "its model folder has other weights than the trainer read: model_path must not change during a run, on any "
+            "machine; or set finetune.lora.sync=merged"
+        )
+    return problems
+
+
+def coverage_problems(expected: Mapping[str, Shape], sent: Mapping[str, Shape], tied: bool) -> list[str]:
+    """What is wrong with sending the whole model `sent` to a server that expects `expected`.
+
+    `tied`: the output head is the embedding and need not be sent.
+    """
+    optional = {name for name in expected if name.endswith(DERIVED_SUFFIXES)}
+    if tied:
+        optional |= {_TIED_HEAD}
+    problems = []
+    if missing := sorted(set(expected) - set(sent) - optional):
+        problems.append(f"{len(missing)} tensors are left out: {some(missing)}")
+    if unknown := sorted(set(sent) - set(expected) - optional):
+        problems.append(f"{len(unknown)} tensors are unknown to the model: {some(unknown)}")
+    wrong = sorted(name for name in set(sent) & set(expected) if tuple(sent[name]) != tuple(expected[name]))
+    problems += [f"{name}: got shape {list(sent[name])}, the model has {list(expected[name])}" for name in wrong]
+    return _first_few(problems, _MOST_NAMED + 2)
+
+
+def adapter_problems(model: Mapping[str, Shape] | None, sent: Mapping[str, Shape], largest_rank: int) -> list[str]:
+    """What is wrong with sending the adapter `sent` to a server with `model` (None: not known)."""
+    foreign = sorted(name for name in sent if not name.endswith((A_SUFFIX, B_SUFFIX)))
+    layers = sorted({name.removesuffix(A_SUFFIX).removesuffix(B_SUFFIX) for name in sent} - set(foreign))
+    problems = [f"{name} is not part of an adapter" for name in foreign]
+    problems += [problem for layer in layers if (problem := _layer_problem(layer, model, sent, largest_rank))]
+    if not sent:
+        problems.append("it has no tensors")
+    return _first_few(problems, _MOST_NAMED)
+
+
+def _layer_problem(
+    layer: str, model: Mapping[str, Shape] | None, sent: Mapping[str, Shape], largest_rank: int
+) -> str | None:
+    a, b = sent.get(f"{layer}{A_SUFFIX}"), sent.get(f"{layer}{B_SUFFIX}")
+    if a is None or b is None:
+        return f"{layer} has only one of A and B"
+    if len(a) != 2 or len(b) != 2 or a[0] != b[1]:
+        return f"{layer}: got shapes {list(a)} and {list(b)}, expected [rank, in] and [out, rank]"
+    if a[0] > largest_rank:
+        return f"{layer}: got rank {a[0]}, the server has room for {largest_rank}"
+    if model is None:
+        return None
+    matrix = model.get(f"{layer}.weight")
+    if matrix is None:
+        return f"{layer} is unknown to the model"
+    if tuple(matrix) != (b[0], a[1]):
+        return f"{layer}: B A has shape {[b[0], a[1]]}, the model's matrix has {list(matrix)}"
+    return None
+
+
+def _first_few(problems: list[str], limit: int) -> list[str]:
+    return problems if len(problems) <= limit else [*problems[:limit], f"and {len(problems) - limit} more"]
+
+
+def some(names: Iterable[str], limit: int = 5) -> str:
+    """The first of `names`, for a message."""
+    names = list(names)
+    return ", ".join(names[:limit]) + (", ..." if len(names) > limit else "")
+
+
 class DamagedBufferError(RuntimeError):
     """A buffer arrived without an error, but it is not what the trainer packed."""
 
 
 def update_info_of(metas: Sequence[TensorMeta], chunk_bytes: int, pass_id: int) -> dict[str, Any]:
-    """What a worker is told about one pass, as JSON values; `metas_of` reads the first three."""
-    return {
-        "names": [meta.name for meta in metas],
-        "dtype_names": [meta.dtype_name for meta in metas],
-        "shapes": [list(meta.shape) for meta in metas],
-        "chunk_bytes": chunk_bytes,
-        "pass_id": pass_id,
-    }
+    """What a worker is told about one pass, as JSON values; `metas_of` reads `tensors`."""
+    tensors = [(meta.name, meta.dtype_name, meta.shape) for meta in metas]
+    return {"tensors": tensors, "chunk_bytes": chunk_bytes, "pass_id": pass_id}
 
 
-def metas_of(names: Sequence[str], dtype_names: Sequence[str], shapes: Sequence[Sequence[int]]) -> list[TensorMeta]:
-    """Tensor descriptions from the lists of an update request.
-
-    Raises:
-        ValueError: the lists differ in length, or a dtype is unknown.
-    """
-    if not len(names) == len(dtype_names) == len(shapes):
-        numbers = f"{len(names)} names, {len(dtype_names)} dtypes and {len(shapes)} shapes"
-        raise ValueError(f"update: got {numbers}, expected equal numbers")
+def metas_of(tensors: Iterable[tuple[str, str, Sequence[int]]]) -> list[TensorMeta]:
+    """Tensor descriptions of an update request: (name, dtype, shape). ValueError: a dtype is unknown."""
     metas = []
-    for name, dtype_name, shape in zip(names, dtype_names, shapes, strict=True):
+    for name, dtype_name, shape in tensors:
         dtype = getattr(torch, dtype_name, None)
         if not isinstance(dtype, torch.dtype):
             raise ValueError(f"update: {name}: got dtype {dtype_name!r}, expected the name of a torch dtype")
-        metas.append(TensorMeta(name, dtype, tuple(int(size) for size in shape)))
+        metas.append(TensorMeta(name, dtype, tuple(shape)))
     return metas
 
 
@@ -263,10 +347,7 @@ def pack(tensors: Sequence[torch.Tensor], mark: int) -> torch.Tensor:
 
 
 def unpack(buffer: torch.Tensor, metas: Sequence[TensorMeta]) -> NamedTensors:
-    """The tensors in `buffer`, as views where alignment allows it. The checksum is not read."""
-    if buffer.numel() != packed_bytes(metas):
-        expected = f"expected {packed_bytes(metas)} for {len(metas)} tensors"
-        raise ValueError(f"packed buffer: got {buffer.numel()} bytes, {expected}")
+    """The tensors in `buffer`, as views where alignment allows it."""
     tensors: NamedTensors = []
     offset = 0
     for meta in metas:

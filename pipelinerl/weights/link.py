@@ -22,12 +22,11 @@ import aiohttp
 
 from pipelinerl.errors import WeightSyncError
 from pipelinerl.records.completion import weight_label
-from pipelinerl.weights.manifest import ServerModel, update_problems
+from pipelinerl.weights.manifest import ServerModel
 
 if TYPE_CHECKING:
     import torch
 
-    from pipelinerl.weights.buffers import TensorMeta
     from pipelinerl.weights.transport import Sender
 
 logger = logging.getLogger(__name__)
@@ -211,7 +210,6 @@ class ServerLink:
         make_sender: opens a new transport; called again after a failure.
         timeout_s: limit of one attempt at connecting or updating.
         kv_cache: what happens to the KV cache of running requests at an update.
-        base_checksum: of the frozen model that adapters belong to; None: not compared.
         is_late: it joined during the run: if its model differs, only it is refused and the run continues.
     """
 
@@ -222,7 +220,6 @@ class ServerLink:
         make_sender: Callable[[], Sender],
         timeout_s: float,
         kv_cache: KVCache,
-        base_checksum: str | None = None,
         is_late: bool = False,
     ) -> None:
         self.address = address
@@ -237,7 +234,6 @@ class ServerLink:
         self._make_sender = make_sender
         self._timeout_s = timeout_s
         self._kv_cache: KVCache = kv_cache
-        self._base_checksum = base_checksum
         self._sender: Sender | None = None
         self._phase = "connect"
         self._buffers: queue.Queue[torch.Tensor | None] = queue.Queue(_QUEUED_BUFFERS)
@@ -270,17 +266,6 @@ class ServerLink:
                 _in_thread(f"weights-join-{self.name}", sender.join),
             )
             self.error = None
-
-    def check(self, metas: list[TensorMeta]) -> None:
-        """Compare what is to be sent with the server's model, before anything is paused.
-
-        Raises:
-            WeightSyncError: tensors are missing, unknown or of another shape; sending again cannot help.
-        """
-        sent = {meta.name: meta.shape for meta in metas}
-        dtypes = sorted({meta.dtype_name for meta in metas})
-        if problems := update_problems(self.model, sent, dtypes, self._base_checksum):
-            raise WeightSyncError(self.name, "the update does not fit the server's model: " + "; ".join(problems))
 
     async def update(self, version: int, update_info: dict[str, Any]) -> ServerUpdate:
         """One update: pause, start, transfer, load, resume. The buffers come through `feed`.

@@ -1,8 +1,4 @@
-"""Which tensors a model folder has, and whether an update fits a server's model. Plain data, no torch.
-
-A server accepts a subset of its tensors without a word. vLLM skips layers of an adapter that it does not know, and puts
-a matrix that is too small into a corner. So both ends check names and shapes before anything is received.
-"""
+"""Which tensors a model folder has, and what a server says of its model. Plain data, no torch."""
 
 from __future__ import annotations
 
@@ -10,26 +6,21 @@ import hashlib
 import json
 import re
 import struct
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
 Shape = tuple[int, ...]
 
-#: Ends of an adapter's names: A of shape [rank, in] and B of shape [out, rank], with the scale alpha / r in B.
-A_SUFFIX = ".lora_A.weight"
-B_SUFFIX = ".lora_B.weight"
 #: Buffers that some checkpoints carry although they are computed from the configuration.
 DERIVED_SUFFIXES = ("rotary_emb.inv_freq", ".attn.bias", ".attn.masked_bias", "position_ids")
 #: Tensors that predict several tokens at once, which neither trainers nor servers of the plain model load.
 _FURTHER_TENSORS = re.compile(r"(^|\.)mtp[._]")
 _LAYER = re.compile(r"^model\.(?:language_model\.)?layers\.(\d+)\.")
-_TIED_HEAD = "lm_head.weight"
 _INDEX_FILE = "model.safetensors.index.json"
 #: A longer header is not a safetensors header.
 _MAX_HEADER_BYTES = 512 * 2**20
-_MOST_NAMED = 4
 #: `folder_checksum` reads so many blocks of a file, evenly spaced: training changes weights everywhere.
 CHECKSUM_BLOCKS = 64
 CHECKSUM_BLOCK_BYTES = 64 * 1024
@@ -64,82 +55,6 @@ class ServerModel:
 
     def to_wire(self) -> dict[str, Any]:
         return asdict(self)
-
-
-def update_problems(
-    model: ServerModel, sent: Mapping[str, Shape], dtypes: Sequence[str] = (), base_checksum: str | None = None
-) -> list[str]:
-    """Everything that is wrong with sending `sent` to a server with `model`, as short sentences.
-
-    Args:
-        model: of the server.
-        sent: names and shapes of the update.
-        dtypes: dtypes on the wire; compared for adapters, whose base model the server loaded itself.
-        base_checksum: the trainer's, for adapters; None: not compared.
-    """
-    if model.adapter_rank is None:
-        return [] if model.tensors is None else coverage_problems(model.tensors, sent, model.tied)
-    problems = adapter_problems(model.tensors, sent, model.adapter_rank)
-    if others := [dtype for dtype in dtypes if dtype != model.dtype]:
-        problems.append(
-            f"its base model is in {model.dtype}, the trainer computes with values of {', '.join(others)}: set "
-            f"vllm_config.vllm_kwargs.dtype={others[0]}, or finetune.lora.sync=merged"
-        )
-    if None not in (base_checksum, model.base_checksum) and base_checksum != model.base_checksum:
-        problems.append(
-            "its model folder has other weights than the trainer read: model_path must not change during a run, on any "
-            "machine; or set finetune.lora.sync=merged"
-        )
-    return problems
-
-
-def coverage_problems(expected: Mapping[str, Shape], sent: Mapping[str, Shape], tied: bool) -> list[str]:
-    """What is wrong with sending the whole model `sent` to a server that expects `expected`.
-
-    `tied`: the output head is the embedding and need not be sent.
-    """
-    optional = {name for name in expected if name.endswith(DERIVED_SUFFIXES)}
-    if tied:
-        optional |= {_TIED_HEAD}
-    problems = []
-    if missing := sorted(set(expected) - set(sent) - optional):
-        problems.append(f"{len(missing)} tensors are left out: {some(missing)}")
-    if unknown := sorted(set(sent) - set(expected) - optional):
-        problems.append(f"{len(unknown)} tensors are unknown to the model: {some(unknown)}")
-    wrong = sorted(name for name in set(sent) & set(expected) if tuple(sent[name]) != tuple(expected[name]))
-    problems += [f"{name}: got shape {list(sent[name])}, the model has {list(expected[name])}" for name in wrong]
-    return _first_few(problems, _MOST_NAMED + 2)
-
-
-def adapter_problems(model: Mapping[str, Shape] | None, sent: Mapping[str, Shape], largest_rank: int) -> list[str]:
-    """What is wrong with sending the adapter `sent` to a server with `model` (None: not known)."""
-    foreign = sorted(name for name in sent if not name.endswith((A_SUFFIX, B_SUFFIX)))
-    layers = sorted({name.removesuffix(A_SUFFIX).removesuffix(B_SUFFIX) for name in sent} - set(foreign))
-    problems = [f"{name} is not part of an adapter" for name in foreign]
-    problems += [problem for layer in layers if (problem := _layer_problem(layer, model, sent, largest_rank))]
-    if not sent:
-        problems.append("it has no tensors")
-    return _first_few(problems, _MOST_NAMED)
-
-
-def _layer_problem(
-    layer: str, model: Mapping[str, Shape] | None, sent: Mapping[str, Shape], largest_rank: int
-) -> str | None:
-    a, b = sent.get(f"{layer}{A_SUFFIX}"), sent.get(f"{layer}{B_SUFFIX}")
-    if a is None or b is None:
-        return f"{layer} has only one of A and B"
-    if len(a) != 2 or len(b) != 2 or a[0] != b[1]:
-        return f"{layer}: got shapes {list(a)} and {list(b)}, expected [rank, in] and [out, rank]"
-    if a[0] > largest_rank:
-        return f"{layer}: got rank {a[0]}, the server has room for {largest_rank}"
-    if model is None:
-        return None
-    matrix = model.get(f"{layer}.weight")
-    if matrix is None:
-        return f"{layer} is unknown to the model"
-    if tuple(matrix) != (b[0], a[1]):
-        return f"{layer}: B A has shape {[b[0], a[1]]}, the model's matrix has {list(matrix)}"
-    return None
 
 
 def local_folder(model: str, revision: str | None = None) -> Path | None:
@@ -242,13 +157,3 @@ def _read_header(file: Path) -> dict[str, dict[str, list[int]]]:
     if not isinstance(header, dict):
         raise ValueError(f"{file}: the safetensors header is not an object")
     return header
-
-
-def _first_few(problems: list[str], limit: int) -> list[str]:
-    return problems if len(problems) <= limit else [*problems[:limit], f"and {len(problems) - limit} more"]
-
-
-def some(names: Iterable[str], limit: int = 5) -> str:
-    """The first of `names`, for a message."""
-    names = list(names)
-    return ", ".join(names[:limit]) + (", ..." if len(names) > limit else "")

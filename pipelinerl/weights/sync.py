@@ -16,7 +16,6 @@ import time
 from collections.abc import Callable, Collection, Coroutine, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
-from types import TracebackType
 from typing import Any, TypeVar
 from urllib.parse import urlsplit
 
@@ -24,7 +23,14 @@ import aiohttp
 import torch
 
 from pipelinerl.errors import WeightSyncError
-from pipelinerl.weights.buffers import DEFAULT_CHUNK_BYTES, TensorMeta, WeightSource, packed_buffers, update_info_of
+from pipelinerl.weights.buffers import (
+    DEFAULT_CHUNK_BYTES,
+    TensorMeta,
+    WeightSource,
+    packed_buffers,
+    update_info_of,
+    update_problems,
+)
 from pipelinerl.weights.link import (
     ControlClient,
     KVCache,
@@ -160,9 +166,7 @@ class WeightPublisher:
     def __enter__(self) -> WeightPublisher:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     @property
@@ -181,7 +185,7 @@ class WeightPublisher:
         started = time.monotonic()
         metas = source.metadata()
         chosen = self._chosen(names)
-        errors = _refused(chosen, metas)
+        errors = self._misfits(chosen, metas)
         links = [link for link in chosen if link.name not in errors]
         updated = self._round(version, source, metas, links)
         if failed := _without(links, updated):
@@ -201,6 +205,24 @@ class WeightPublisher:
         sent_bytes = sum(meta.num_bytes for meta in metas)
         generations = {link.name: link.address.generation for link in chosen}
         return UpdateReport(version, updated, errors, time.monotonic() - started, sent_bytes, generations)
+
+    def _misfits(self, links: list[ServerLink], metas: list[TensorMeta]) -> dict[str, str]:
+        """Late servers with another model, by name, with what differs. Sending again cannot help.
+
+        Raises:
+            WeightSyncError: a server of the start has another model.
+        """
+        sent = {meta.name: meta.shape for meta in metas}
+        dtypes = sorted({meta.dtype_name for meta in metas})
+        refused = {}
+        for link in links:
+            if problems := update_problems(link.model, sent, dtypes, self._base_checksum):
+                error = "the update does not fit the server's model: " + "; ".join(problems)
+                if not link.is_late:
+                    raise WeightSyncError(link.name, error)
+                link.close()
+                refused[link.name] = error
+        return refused
 
     def _round(
         self, version: int, source: WeightSource, metas: list[TensorMeta], links: list[ServerLink]
@@ -413,9 +435,7 @@ class WeightPublisher:
             return open_sender(SenderOptions(transport, here, address.group_port, self._timeout_s, self._device_index))
 
         client = ControlClient(self._session, address.name, address.url)
-        return ServerLink(
-            address, client, make_sender, self._timeout_s, self._kv_cache, self._base_checksum, is_late=is_late
-        )
+        return ServerLink(address, client, make_sender, self._timeout_s, self._kv_cache, is_late)
 
     def _submit(self, call: Coroutine[Any, Any, Result]) -> Future[Result]:
         return asyncio.run_coroutine_threadsafe(call, self._loop)
@@ -428,20 +448,6 @@ def _without(links: list[ServerLink], updated: list[ServerUpdate]) -> list[Serve
     """The links that are not among the updated ones."""
     names = {update.name for update in updated}
     return [link for link in links if link.name not in names]
-
-
-def _refused(links: list[ServerLink], metas: list[TensorMeta]) -> dict[str, str]:
-    """Late servers with another model, with what differs; WeightSyncError if a server of the start has another one."""
-    refused = {}
-    for link in links:
-        try:
-            link.check(metas)
-        except WeightSyncError as error:
-            if not link.is_late:
-                raise
-            link.close()
-            refused[link.name] = str(error)
-    return refused
 
 
 def rendezvous_address(master_address: str, url: str) -> str:

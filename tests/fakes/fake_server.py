@@ -20,8 +20,8 @@ import torch
 from aiohttp import web
 
 from pipelinerl.records.completion import MEDIA_TYPE, PackedSpan, encode_completion
-from pipelinerl.weights.buffers import metas_of, receive_buffers
-from pipelinerl.weights.manifest import ServerModel, update_problems
+from pipelinerl.weights.buffers import metas_of, receive_buffers, update_problems
+from pipelinerl.weights.manifest import ServerModel
 from pipelinerl.weights.transport import Receiver, open_receiver
 
 Script = Callable[[dict[str, Any]], list[int]]
@@ -237,7 +237,7 @@ class FakeServer:
         try:
             if self._group is None:
                 raise RuntimeError("weight transfer is not initialized")
-            metas = metas_of(info["names"], info["dtype_names"], info["shapes"])
+            metas = metas_of(info["tensors"])
             receive, load = self._group.receive, self._received.update
             await asyncio.to_thread(receive_buffers, metas, info["chunk_bytes"], info["pass_id"], receive, load)
         except (RuntimeError, ValueError, KeyError) as error:

@@ -23,8 +23,8 @@ from vllm.model_executor.model_loader import get_model
 
 from pipelinerl.inference import transfer
 from pipelinerl.inference.transfer import PackedTransferEngine, checkpoint_tensors, is_tied
-from pipelinerl.weights.buffers import WeightSource, packed_buffers, update_info_of
-from pipelinerl.weights.manifest import ServerModel, update_problems
+from pipelinerl.weights.buffers import WeightSource, packed_buffers, update_info_of, update_problems
+from pipelinerl.weights.manifest import ServerModel
 
 PASS = 5
 FAULTS = ("left out", "ignored", "zeroed", "swapped", "of an earlier pass")

@@ -20,8 +20,7 @@ from pipelinerl.finetune.model_check import token_batch
 from pipelinerl.finetune.policy import PolicyModel
 from pipelinerl.finetune.probe import PROBE_TOLERANCE
 from pipelinerl.finetune.ranks import Ranks
-from pipelinerl.weights.buffers import saved_buffers
-from pipelinerl.weights.manifest import coverage_problems
+from pipelinerl.weights.buffers import coverage_problems, saved_buffers
 
 CPU = torch.device("cpu")
 TOLERANCE = PROBE_TOLERANCE["float32"]

@@ -10,15 +10,13 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
+from pipelinerl.weights.buffers import adapter_problems, coverage_problems, update_problems
 from pipelinerl.weights.manifest import (
     CHECKSUM_BLOCK_BYTES,
     CHECKSUM_BLOCKS,
     ServerModel,
-    adapter_problems,
-    coverage_problems,
     folder_checksum,
     read_manifest,
-    update_problems,
 )
 
 
