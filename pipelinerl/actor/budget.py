@@ -13,7 +13,7 @@ from time import monotonic
 
 from pipelinerl.config import RunConfig
 from pipelinerl.config.schedule import Rounds, pauses_rollouts, rounds_of
-from pipelinerl.records import StepDone, StepEnding, WeightUpdateSuccess
+from pipelinerl.records import StepDone, StepEnding, TrainerMessage, TrainerStarted, WeightUpdateSuccess
 
 
 @dataclass(slots=True)
@@ -32,20 +32,9 @@ class LagPolicy:
         """Return whether another group may start, given the samples in flight in `budget`."""
         return True
 
-    def step_trained(self, message: StepDone) -> None:
-        """Note that the trainer of any incarnation finished a step."""
-
-    def trainer_at(self, steps_done: int) -> None:
-        """Note that this incarnation's trainer has finished `steps_done` steps."""
-
-    def step_ending(self, message: StepEnding) -> None:
-        """Note that the last micro-batch of a step of this incarnation begins; new weights follow."""
-
-    def weights_sent(self, message: WeightUpdateSuccess, budget: SampleBudget) -> None:
-        """Note that the servers have new weights."""
-
-    def step_settled(self, message: StepDone, budget: SampleBudget) -> None:
-        """Note that a step of this incarnation is done and its samples no longer count in `budget`."""
+    def observe(self, message: TrainerMessage, budget: SampleBudget, is_own: bool = True) -> None:
+        """Note what the trainer of this incarnation (`is_own`) or an earlier one says. Samples of a finished step no
+        longer count in `budget`."""
 
     def retry_s(self) -> float | None:
         """Seconds after which `allows_group` may change without any event; None: it cannot."""
@@ -146,10 +135,18 @@ class AdaptiveLag(MaxLag):
             return True
         return budget.running_groups == 0 and charged < self._samples_per_step
 
-    def step_ending(self, message: StepEnding) -> None:
-        self._ending = message.time, self._clock()
+    def observe(self, message: TrainerMessage, budget: SampleBudget, is_own: bool = True) -> None:
+        if not is_own:
+            return
+        match message:
+            case StepEnding():
+                self._ending = message.time, self._clock()
+            case WeightUpdateSuccess():
+                self._weights_sent(message, budget)
+            case StepDone():
+                self._step_done(message, budget)
 
-    def weights_sent(self, message: WeightUpdateSuccess, budget: SampleBudget) -> None:
+    def _weights_sent(self, message: WeightUpdateSuccess, budget: SampleBudget) -> None:
         if self._ending is None:
             return
         seconds = message.time - message.seconds.get("total", 0.0) - self._ending[0]
@@ -164,7 +161,7 @@ class AdaptiveLag(MaxLag):
         self._early_s = min(max(self._early_s, self._LEAST_EARLY * self._ending_s), self._ending_s)
         self._ending = None
 
-    def step_settled(self, message: StepDone, budget: SampleBudget) -> None:
+    def _step_done(self, message: StepDone, budget: SampleBudget) -> None:
         now, began, batch = self._clock(), self._step_began, self._samples_per_step
         self._ending = None
         was_complete = self._ready_surplus >= 0
@@ -206,11 +203,11 @@ class OneRound(LagPolicy):
         self._steps_done = 0
         self._trained: dict[int, int] = {}
 
-    def step_trained(self, message: StepDone) -> None:
-        self._trained[message.step] = message.num_samples
-
-    def trainer_at(self, steps_done: int) -> None:
-        self._steps_done = steps_done
+    def observe(self, message: TrainerMessage, budget: SampleBudget, is_own: bool = True) -> None:
+        if isinstance(message, StepDone):
+            self._trained[message.step] = message.num_samples
+        if is_own and isinstance(message, StepDone | TrainerStarted):
+            self._steps_done = message.step
 
     def allows_group(self, budget: SampleBudget) -> bool:
         rounds, done = self._rounds, self._steps_done

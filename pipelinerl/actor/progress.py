@@ -13,7 +13,6 @@ from pipelinerl.config import RunConfig
 from pipelinerl.records import (
     FateRecord,
     StepDone,
-    StepEnding,
     TrainerMessage,
     TrainerStarted,
     TrainingDone,
@@ -78,25 +77,21 @@ class TrainingProgress:
 
     def apply_message(self, message: TrainerMessage) -> None:
         """Apply one message of the trainer."""
+        is_own = message.incarnation == self._incarnation
         match message:
-            case WeightUpdateSuccess() if message.incarnation == self._incarnation:
+            case WeightUpdateSuccess() if is_own:
                 self.version = message.version
-                self.budget.policy.weights_sent(message, self.budget)
-            case TrainerStarted() if message.incarnation == self._incarnation:
-                self._trainer_at(message.step)
-            case StepEnding() if message.incarnation == self._incarnation:
-                self.budget.policy.step_ending(message)
+            case TrainerStarted() if is_own:
+                self.steps_done = message.step
             case StepDone():
-                self.budget.policy.step_trained(message)
-                if message.incarnation == self._incarnation:
-                    self._trainer_at(message.step)
+                if is_own:
+                    self.steps_done = message.step
                 for group_id in message.group_ids:
                     self.budget.settle_group(group_id)
-                if message.incarnation == self._incarnation:
-                    self.budget.policy.step_settled(message, self.budget)
-            case TrainingDone() if message.incarnation == self._incarnation:
+            case TrainingDone() if is_own:
                 self.version = message.version
                 self.done = True
+        self.budget.policy.observe(message, self.budget, is_own)
         self.changes.notify()
 
     def apply_fate(self, fate: FateRecord) -> None:
@@ -106,10 +101,6 @@ class TrainingProgress:
 
     def published(self, group_id: str, num_samples: int, epochs_done: float) -> None:
         """Note that a group is in the stream. The trainer's messages settle it."""
-
-    def _trainer_at(self, step: int) -> None:
-        self.steps_done = step
-        self.budget.policy.trainer_at(step)
 
 
 class ProgressWithoutTrainer(TrainingProgress):

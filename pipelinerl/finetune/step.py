@@ -26,7 +26,7 @@ from pipelinerl.records import Sample, TrainingBatch
 from pipelinerl.rl.advantages import NORM_EPSILON, are_equal, cuts_negative, has_signal
 from pipelinerl.rl.diagnostics import DiagnosticsSum, StepDiagnostics
 from pipelinerl.rl.loss import EntropyControl, LossInputs, Metrics, coefficients_at, compute_loss
-from pipelinerl.rl.microbatch import MicroBatch, collate, sentinel, step_scale
+from pipelinerl.rl.microbatch import MicroBatch, collate, token_weights
 from pipelinerl.rl.packing import make_plan
 
 
@@ -139,13 +139,14 @@ class StepRunner:
         """This rank's micro-batches, filled up with sentinels to the largest number of any rank (at least 1)."""
         plan = self._plan(batch)
         config = self._config
-        scale = step_scale([*batch.samples], config.rl.aggregation, config.rl.constant_length_tokens)
+        weights = token_weights(batch.samples, config.rl.aggregation, config.rl.constant_length_tokens)
+        longest = max(1, *(len(share) for share in plan))
+        # No indices: a sentinel.
+        shares = [*plan[self._ranks.rank], *[[]] * longest][:longest]
         own = [
-            collate(batch.samples, indices, scale=scale, packed=config.seq_packing, pad_id=self._pad_id)
-            for indices in plan[self._ranks.rank]
+            collate(batch.samples, indices, weights=weights, packed=config.seq_packing, pad_id=self._pad_id)
+            for indices in shares
         ]
-        missing = max(1, *(len(share) for share in plan)) - len(own)
-        own += [sentinel(pad_id=self._pad_id, step_tokens=scale.num_tokens) for _ in range(missing)]
         has_reference = any(sample.ref_logprobs for sample in batch.samples)
         own = [_with_reference(micro_batch, has_reference) for micro_batch in own]
         if self._reference is not None:

@@ -94,41 +94,45 @@ class MicroBatch:
         return dataclasses.replace(self, **moved)
 
 
-@dataclass(frozen=True)
-class StepScale:
-    """Denominators of one optimizer step.
-
-    `token_weights[i]` is the weight of every trained token of sample i; `num_tokens` counts the trained tokens of the
-    step (metrics that are token means are sums of `value / num_tokens`).
-    """
-
-    token_weights: tuple[float, ...]
-    num_tokens: int
-
-
-def step_scale(
-    samples: Sequence[Sample], aggregation: str = "sample", constant_length_tokens: int | None = None
-) -> StepScale:
-    """Token weights of all samples of a step (see the table above). Samples without trained tokens weigh nothing.
+def token_weights(
+    samples: Sequence[Sample], aggregation: str = "sample", constant_length: int | None = None
+) -> list[float]:
+    """Weight of every trained token of each sample of a step (see the table above).
 
     Raises:
-        ValueError: unknown aggregation, or `constant_length` without `constant_length_tokens`.
+        ValueError: unknown aggregation, or `constant_length` without its number of tokens.
     """
-    tokens = [sample.num_trained_tokens for sample in samples]
-    groups = [sample.group_id for sample in samples]
-    weights = _weights(tokens, groups, aggregation, constant_length_tokens)
-    return StepScale(tuple(weights), num_tokens=sum(tokens))
+    count, tokens = max(len(samples), 1), [sample.num_trained_tokens for sample in samples]
+    if aggregation == "sample":
+        return [1.0 / count] * len(tokens)
+    if aggregation == "sample_mean":
+        return [1.0 / (count * max(n, 1)) for n in tokens]
+    if aggregation == "token":
+        return [1.0 / max(sum(tokens), 1)] * len(tokens)
+    if aggregation == "group":
+        per_group: Counter[str] = Counter()
+        for sample in samples:
+            per_group[sample.group_id] += sample.num_trained_tokens
+        return [1.0 / (len(per_group) * max(per_group[sample.group_id], 1)) for sample in samples]
+    if aggregation == "constant_length":
+        if constant_length is None:
+            raise ValueError(
+                "finetune.rl.constant_length_tokens: got null, expected a number of tokens with "
+                "aggregation=constant_length. Set it to llm.parameters.max_tokens"
+            )
+        return [1.0 / (count * constant_length)] * len(tokens)
+    raise ValueError(f"finetune.rl.aggregation: got {aggregation!r}, expected one of {', '.join(AGGREGATIONS)}")
 
 
 def collate(
-    samples: Sequence[Sample], indices: Sequence[int], *, scale: StepScale, packed: bool, pad_id: int
+    samples: Sequence[Sample], indices: Sequence[int], *, weights: Sequence[float], packed: bool, pad_id: int
 ) -> MicroBatch:
     """Build the micro-batch of `indices`.
 
     Args:
         samples: all samples of the step.
         indices: those of this micro-batch (one entry of the plan).
-        scale: `step_scale(samples, ...)`, computed once per step.
+        weights: `token_weights` of all samples.
         packed: one row with restarting positions, or padded rows.
         pad_id: token of padding (any valid id; padding is never attended to or trained).
 
@@ -136,13 +140,14 @@ def collate(
         ValueError: lengths of a sample disagree, its first token is marked as trained, it has no advantage, or only
             some samples have reference log-probs.
     """
+    step_tokens = sum(sample.num_trained_tokens for sample in samples)
     if not indices:
-        return sentinel(pad_id=pad_id, step_tokens=scale.num_tokens)
+        return sentinel(pad_id=pad_id, step_tokens=step_tokens)
     chosen = [samples[index] for index in indices]
     _refuse_other_inputs(chosen)
     with_ref = _all_or_none_have_reference(chosen)
     columns = [
-        _token_columns(sample, scale.token_weights[index], segment)
+        _token_columns(sample, weights[index], segment)
         for segment, (index, sample) in enumerate(zip(indices, chosen, strict=True))
     ]
     rows = [columns] if packed else [[column] for column in columns]
@@ -158,7 +163,7 @@ def collate(
         trained=positions_of(mask),
         ref_logprobs=ref_logprobs if with_ref else None,
         num_segments=len(chosen),
-        step_tokens=scale.num_tokens,
+        step_tokens=step_tokens,
         indices=tuple(indices),
         **tensors,
     )
@@ -256,26 +261,3 @@ def _all_or_none_have_reference(chosen: Sequence[Sample]) -> bool:
     if any(have) and not all(have):
         raise ValueError(f"{have.count(False)} of {len(have)} samples have no ref_logprobs, expected all or none")
     return bool(have) and all(have)
-
-
-def _weights(tokens: list[int], groups: list[str], aggregation: str, constant_length: int | None) -> list[float]:
-    count = max(len(tokens), 1)
-    if aggregation == "sample":
-        return [1.0 / count] * len(tokens)
-    if aggregation == "sample_mean":
-        return [1.0 / (count * max(n, 1)) for n in tokens]
-    if aggregation == "token":
-        return [1.0 / max(sum(tokens), 1)] * len(tokens)
-    if aggregation == "group":
-        per_group: Counter[str] = Counter()
-        for group, n in zip(groups, tokens, strict=True):
-            per_group[group] += n
-        return [1.0 / (len(per_group) * max(per_group[group], 1)) for group in groups]
-    if aggregation == "constant_length":
-        if constant_length is None:
-            raise ValueError(
-                "finetune.rl.constant_length_tokens: got null, expected a number of tokens with "
-                "aggregation=constant_length. Set it to llm.parameters.max_tokens"
-            )
-        return [1.0 / (count * constant_length)] * len(tokens)
-    raise ValueError(f"finetune.rl.aggregation: got {aggregation!r}, expected one of {', '.join(AGGREGATIONS)}")

@@ -83,7 +83,7 @@ class Simulation:
                 step_left -= self.tick_s
                 if not is_ending and step_left <= self.trainer_s / self.micro_batches:
                     is_ending = True
-                    budget.policy.step_ending(StepEnding(step=step + 1, time=self.now))
+                    budget.policy.observe(StepEnding(step=step + 1, time=self.now), budget)
                 if step_left <= 0:
                     step += 1
                     self._finish_step(budget, step, training, waited)
@@ -102,7 +102,7 @@ class Simulation:
 
     def _finish_step(self, budget: SampleBudget, step: int, training: list[int], waited: float) -> None:
         self.ends.append(self.now)
-        budget.policy.weights_sent(sent(step, self.now), budget)
+        budget.policy.observe(sent(step, self.now), budget)
         ids = [str(group) for group in training]
         done = StepDone(
             step=step,
@@ -114,7 +114,7 @@ class Simulation:
         )
         for group in ids:
             budget.settle_group(group)
-        budget.policy.step_settled(done, budget)
+        budget.policy.observe(done, budget)
 
     @property
     def step_s(self) -> float:
@@ -181,7 +181,7 @@ def test_budget_by_hand() -> None:
         nonlocal now
         now = at
         done = StepDone(step=1, time=0.0, group_ids=[], num_samples=8, samples_processed=8, wait_data_s=waited)
-        policy.step_settled(done, budget)
+        policy.observe(done, budget)
         return policy.budget_samples
 
     def publish(first: int, last: int) -> None:
@@ -223,18 +223,18 @@ def test_sequences_start_for_the_update() -> None:
 
     def begin_ending() -> None:
         # The trainer's clock is 100 s ahead.
-        policy.step_ending(StepEnding(step=1, time=now + 100.0))
+        policy.observe(StepEnding(step=1, time=now + 100.0), budget)
 
     def end_step(at: float) -> None:
         """The last micro-batch ends at `at`, and the update takes a second."""
         nonlocal now, settled
         now = at + 1.0
-        policy.weights_sent(sent(1, at + 101.0, total=1.0), budget)
+        policy.observe(sent(1, at + 101.0, total=1.0), budget)
         assert policy.retry_s() is None
         for number in range(settled, settled + 8):
             budget.settle_group(str(number))
         settled += 8
-        policy.step_settled(StepDone(step=1, time=0.0, group_ids=[], num_samples=16, samples_processed=16), budget)
+        policy.observe(StepDone(step=1, time=0.0, group_ids=[], num_samples=16, samples_processed=16), budget)
 
     assert admit() == 16
     end(15)
@@ -279,10 +279,10 @@ def test_one_short_ending_does_not_stop_what_starts_for_the_next_ones() -> None:
     budget.observe_rollout(1)
     waits = []
     for seconds in (1e-4, *[4.0] * 40):
-        policy.step_ending(StepEnding(step=1, time=now))
+        policy.observe(StepEnding(step=1, time=now), budget)
         waits.append(policy.retry_s())
         now += seconds
-        policy.weights_sent(sent(1, now), budget)
+        policy.observe(sent(1, now), budget)
     assert waits[-1] == pytest.approx(4.0 - 0.4, abs=1e-3), "at least a tenth of it before its end"
 
 

@@ -145,7 +145,7 @@ class Simulation:
         self.trainer = TrainingProgress(self.budget, self.incarnation, Changes())
         for step, closed in self.batches.items():
             done = StepDone(step=step, time=0, group_ids=[], num_samples=num_samples(closed), samples_processed=0)
-            self.budget.policy.step_trained(done)
+            self.budget.policy.observe(done, self.budget, is_own=False)
         self.trainer.apply_message(TrainerStarted(step=steps_done, data_offset=0, time=0, incarnation=self.incarnation))
         batched = {group.record.id for closed in self.batches.values() for group in closed}
         trained = {g.record.id for step, c in self.batches.items() if step <= steps_done for g in c}

@@ -20,7 +20,7 @@ from pipelinerl.finetune.optimizer import schedule_of
 from pipelinerl.finetune.ranks import Ranks
 from pipelinerl.finetune.step import StepRunner, finish_advantages
 from pipelinerl.rl.advantages import ADVANTAGES
-from pipelinerl.rl.microbatch import collate, sentinel, step_scale
+from pipelinerl.rl.microbatch import collate, sentinel, token_weights
 
 OPTIONS = [
     {
@@ -47,9 +47,9 @@ def with_reference(samples, seed=3):
 
 
 def collated(samples, plan=None, packed=True):
-    scale = step_scale(samples)
+    weights = token_weights(samples)
     plan = [list(range(len(samples)))] if plan is None else plan
-    return [collate(samples, indices, scale=scale, packed=packed, pad_id=0) for indices in plan]
+    return [collate(samples, indices, weights=weights, packed=packed, pad_id=0) for indices in plan]
 
 
 def by_sample(micro_batches, name="advantages"):

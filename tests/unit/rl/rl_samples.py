@@ -10,7 +10,7 @@ import torch
 from pipelinerl.records import IGNORED_LABEL, Sample, VersionSpan
 from pipelinerl.rl.diagnostics import DiagnosticsSum, StepDiagnostics
 from pipelinerl.rl.loss import LossInputs
-from pipelinerl.rl.microbatch import MicroBatch, collate, step_scale
+from pipelinerl.rl.microbatch import MicroBatch, collate, token_weights
 
 
 def make_sample(
@@ -46,8 +46,8 @@ def collated(
     samples: Sequence[Sample], *, packed: bool = True, aggregation: str = "sample", advantages: Sequence[float] = ()
 ) -> MicroBatch:
     """All `samples` in one micro-batch. `advantages`: of every trained token, in place of those of the samples."""
-    scale = step_scale(samples, aggregation, 8)
-    batch = collate(samples, range(len(samples)), scale=scale, packed=packed, pad_id=0)
+    weights = token_weights(samples, aggregation, 8)
+    batch = collate(samples, range(len(samples)), weights=weights, packed=packed, pad_id=0)
     return replace(batch, advantages=on_trained(batch, advantages)) if advantages else batch
 
 

@@ -8,7 +8,7 @@ from msgspec.structs import replace
 from rl_samples import collated, make_sample
 
 from pipelinerl.records.sample import Array
-from pipelinerl.rl.microbatch import collate, sentinel, step_scale
+from pipelinerl.rl.microbatch import collate, sentinel, token_weights
 
 A = make_sample([1, 2], [3, 4], logprobs=[-0.1, -0.2], spans=[(3, 0, 1), (4, 1, 2)], advantage=2.0)
 B = make_sample([5], [6], logprobs=[-0.3], sample_id="0-1/r0/s0", advantage=-1.0)
@@ -32,7 +32,7 @@ def test_m3_packed_row():
 
 
 def test_m3_padded_rows_hold_the_same_values():
-    mb = collate([A, B], [0, 1], scale=step_scale([A, B]), packed=False, pad_id=9)
+    mb = collate([A, B], [0, 1], weights=token_weights([A, B]), packed=False, pad_id=9)
     assert mb.input_ids.tolist() == [[1, 2, 3, 4], [5, 6, 9, 9]]
     assert mb.attention_mask.tolist() == [[1, 1, 1, 1], [1, 1, 0, 0]]
     assert mb.segment_ids.tolist() == [[0, 0, 0, 0], [1, 1, -1, -1]]
@@ -44,7 +44,7 @@ def test_m3_padded_rows_hold_the_same_values():
 def test_sentinel_trains_nothing():
     mb = sentinel(pad_id=0, step_tokens=7)
     assert not mb.mask.any() and not mb.weights.any() and mb.num_segments == 0
-    empty = collate([A], [], scale=step_scale([A]), packed=True, pad_id=0)
+    empty = collate([A], [], weights=token_weights([A]), packed=True, pad_id=0)
     assert not empty.mask.any() and empty.step_tokens == 2
 
 
@@ -76,12 +76,12 @@ def test_weights_by_aggregation():
     # Two groups: A (2 tokens) and B (1 token) with a third sample C (3 tokens) in B's group.
     samples = [A, B, make_sample([1], [2, 2, 2], sample_id="0-1/r1/s0")]
     names = ("sample", "sample_mean", "token", "group", "constant_length")
-    weights = {name: step_scale(samples, name, 10).token_weights for name in names}
-    assert weights["sample"] == (1 / 3,) * 3
-    assert weights["sample_mean"] == (1 / 6, 1 / 3, 1 / 9)
-    assert weights["token"] == (1 / 6,) * 3
-    assert weights["group"] == (1 / 4, 1 / 8, 1 / 8)  # each group sums to 1/2: 2 * 1/4 and (1 + 3) * 1/8
-    assert weights["constant_length"] == (1 / 30,) * 3
+    weights = {name: token_weights(samples, name, 10) for name in names}
+    assert weights["sample"] == [1 / 3] * 3
+    assert weights["sample_mean"] == [1 / 6, 1 / 3, 1 / 9]
+    assert weights["token"] == [1 / 6] * 3
+    assert weights["group"] == [1 / 4, 1 / 8, 1 / 8]  # each group sums to 1/2: 2 * 1/4 and (1 + 3) * 1/8
+    assert weights["constant_length"] == [1 / 30] * 3
     for name in ("constant_length", "mean"):
         with pytest.raises(ValueError, match=r"finetune\.rl"):
-            step_scale(samples, name)
+            token_weights(samples, name)

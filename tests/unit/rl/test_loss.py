@@ -13,7 +13,7 @@ from rl_samples import collated, make_sample
 from pipelinerl.config.algorithm import RLConfig
 from pipelinerl.errors import ConfigError
 from pipelinerl.rl.loss import POLICY_LOSSES, Coefficients, LossInputs, LossOutputs, coefficients_at, compute_loss
-from pipelinerl.rl.microbatch import collate, step_scale
+from pipelinerl.rl.microbatch import collate, token_weights
 from pipelinerl.rl.user_function import check_user_functions
 
 NONE = Coefficients(kl=0.0, entropy=0.0)
@@ -73,14 +73,14 @@ def test_m2_loss_and_gradient_do_not_depend_on_micro_batches(name, aggregation):
         advantage = torch.randn(1, generator=g).item()
         sample_id = f"0-{k // 3}/r{k}/s0"
         samples.append(make_sample([1, 2], [3] * length, logprobs=old, sample_id=sample_id, advantage=advantage))
-    scale = step_scale(samples, aggregation, 8)
+    weights = token_weights(samples, aggregation, 8)
     new = {k: -torch.rand(s.num_trained_tokens, generator=g, dtype=torch.float64) for k, s in enumerate(samples)}
 
     def total(micro_batches, packed):
         leaves = {k: value.clone().requires_grad_() for k, value in new.items()}
         outs = []
         for indices in micro_batches:
-            batch = collate(samples, indices, scale=scale, packed=packed, pad_id=0)
+            batch = collate(samples, indices, weights=weights, packed=packed, pad_id=0)
             flat = torch.zeros(batch.mask.shape, dtype=torch.float64)
             flat = flat.masked_scatter(batch.mask, torch.cat([leaves[i] for i in batch.indices]))
             inputs = LossInputs.of(batch, flat, trainer_version=3)
