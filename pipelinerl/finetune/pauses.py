@@ -85,7 +85,11 @@ class RolloutPause:
 
 
 class Pauses:
-    """What every rank does around updates. `pause` is None on all ranks but the first, and if the run has none."""
+    """What every rank does around updates: nothing, as for `schedule=pipeline`.
+
+    Args:
+        pause: None on all ranks but the first, and if the run has none.
+    """
 
     def __init__(self, pause: RolloutPause | None, ranks: Ranks) -> None:
         self._pause = pause

@@ -239,10 +239,6 @@ def token_logprobs(
     Returns:
         (log-probs, entropy or None), float32 (float64 for float64 inputs), shape of `targets`.
     """
-    if temperature <= 0:
-        raise ValueError(f"temperature: got {temperature}, expected > 0")
-    if chunk_tokens < 1:
-        raise ValueError(f"chunk_tokens: got {chunk_tokens}, expected at least 1")
     if rows is None:
         rows = (targets.reshape(-1) != IGNORED_LABEL).nonzero(as_tuple=True)[0]
     # Prompts and padding never reach the head: only trained rows are selected.

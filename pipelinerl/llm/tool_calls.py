@@ -50,15 +50,16 @@ def parse_tool_calls(text: str, *, id_prefix: str = "call") -> ParsedToolCalls:
     begin = text.rfind(THOUGHT) + len(THOUGHT) if THOUGHT in text else 0
     before, text, after = text[:begin], stated, text[begin + len(stated) :]
     if _OPEN in text:
-        found.content = _read_tagged(text, found, id_prefix)
+        found.content = _read_tagged(text, found)
     elif _PYTHON_TAG in text:
         found.content, _, rest = text.partition(_PYTHON_TAG)
-        _read_python_tag(_without_end(rest), found, id_prefix)
+        _read_python_tag(_without_end(rest), found)
     elif _FUNCTION.search(text):
-        found.content = _read_functions(text, found, id_prefix)
+        found.content = _read_functions(text, found)
     else:
-        found.content = _read_bare(text, found, id_prefix)
+        found.content = _read_bare(text, found)
     found.content = f"{before}{found.content}{after}".strip()
+    found.calls = [{"id": f"{id_prefix}_{index}", **call} for index, call in enumerate(found.calls)]
     return found
 
 
@@ -72,33 +73,33 @@ def arguments_of(call: dict[str, Any]) -> dict[str, Any]:
     return value if isinstance(value, dict) else {}
 
 
-def _read_tagged(text: str, found: ParsedToolCalls, id_prefix: str) -> str:
+def _read_tagged(text: str, found: ParsedToolCalls) -> str:
     """Qwen, Hermes: each call, or a list of them, between tags; the last closing tag may be missing."""
     outside, *pieces = text.split(_OPEN, _MAX_PIECES)
     content = [outside]
     for piece in pieces:
         body, closed, after = piece.partition(_CLOSE)
-        _add_all(_loads(body if closed else _without_end(body)) or None, body, found, id_prefix)
+        _add_all(_loads(body if closed else _without_end(body)) or None, body, found)
         content.append(after)
     return "".join(content)
 
 
-def _read_python_tag(text: str, found: ParsedToolCalls, id_prefix: str) -> None:
+def _read_python_tag(text: str, found: ParsedToolCalls) -> None:
     """Llama: JSON objects with `;` or nothing between them, or `tool.call(name="value")` of the built-in tools."""
     built_in = _BUILT_IN.fullmatch(text)
     if built_in:
         tool, key, value = built_in.groups()
-        _add({"name": tool, "arguments": {key: value} if key else {}}, text, found, id_prefix)
+        _add({"name": tool, "arguments": {key: value} if key else {}}, text, found)
         return
     if not text.lstrip().startswith(("{", "[")):
         # Anything else after the tag is code for the Python tool.
-        _add({"name": "python", "arguments": {"code": text}} if text.strip() else None, text, found, id_prefix)
+        _add({"name": "python", "arguments": {"code": text}} if text.strip() else None, text, found)
         return
     for value, shown in _json_values(text):
-        _add_all(value, shown, found, id_prefix)
+        _add_all(value, shown, found)
 
 
-def _read_functions(text: str, found: ParsedToolCalls, id_prefix: str) -> str:
+def _read_functions(text: str, found: ParsedToolCalls) -> str:
     """Llama's own tags: `<function=name>{json}</function>`."""
     content = []
     position = 0
@@ -111,12 +112,12 @@ def _read_functions(text: str, found: ParsedToolCalls, id_prefix: str) -> str:
         position = len(text) if end < 0 else end + len(_FUNCTION_CLOSE)
         arguments = _loads(_without_end(body)) if body.strip() else {}
         call = {"name": match.group(1), "arguments": arguments} if isinstance(arguments, dict) else None
-        _add(call, body, found, id_prefix)
+        _add(call, body, found)
     content.append(text[position:])
     return "".join(content)
 
 
-def _read_bare(text: str, found: ParsedToolCalls, id_prefix: str) -> str:
+def _read_bare(text: str, found: ParsedToolCalls) -> str:
     """Bare JSON: the whole text has the shape of calls; anything else is an ordinary answer."""
     stripped = _without_end(text).strip()
     if not stripped.startswith(("{", "[")):
@@ -129,7 +130,7 @@ def _read_bare(text: str, found: ParsedToolCalls, id_prefix: str) -> str:
     entries = calls if isinstance(calls, list) else [calls]
     if not any(_looks_like_call(entry) for entry in entries):
         return text
-    _add_all(entries, stripped, found, id_prefix)
+    _add_all(entries, stripped, found)
     content = value.get("content") if isinstance(value, dict) else None
     return content if isinstance(content, str) else ""
 
@@ -142,12 +143,12 @@ def _looks_like_call(value: Any) -> bool:
     return isinstance(function.get("name"), str) and ("arguments" in function or "parameters" in function)
 
 
-def _add_all(value: Any, shown: str, found: ParsedToolCalls, id_prefix: str) -> None:
+def _add_all(value: Any, shown: str, found: ParsedToolCalls) -> None:
     for entry in value if isinstance(value, list) else [value]:
-        _add(entry, shown, found, id_prefix)
+        _add(entry, shown, found)
 
 
-def _add(value: Any, shown: str, found: ParsedToolCalls, id_prefix: str) -> None:
+def _add(value: Any, shown: str, found: ParsedToolCalls) -> None:
     """Add one call, or an error."""
     call = _as_call(value)
     if call is None:
@@ -156,8 +157,7 @@ def _add(value: Any, shown: str, found: ParsedToolCalls, id_prefix: str) -> None
         found.errors.append(f"more than {_MAX_CALLS} tool calls")
     else:
         name, arguments = call
-        function = {"name": name, "arguments": arguments}
-        found.calls.append({"id": f"{id_prefix}_{len(found.calls)}", "type": "function", "function": function})
+        found.calls.append({"type": "function", "function": {"name": name, "arguments": arguments}})
 
 
 def _as_call(value: Any) -> tuple[str, str] | None:

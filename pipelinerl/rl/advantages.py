@@ -1,17 +1,18 @@
 """Advantage estimators by name. Plain lists in and out; no torch.
 
-| name               | A of rollout i                                     | then over the whole step |
-|--------------------|----------------------------------------------------|--------------------------|
-| rloo               | R_i - mean of the others                           | if `normalize_reward`    |
-| grpo               | (R_i - mean) / (std + 1e-4)                        | if `normalize_reward`    |
-| dr_grpo            | R_i - mean                                         | if `normalize_reward`    |
-| reinforce          | R_i                                                | if `normalize_reward`    |
-| reinforce_baseline | R_i - mean                                         | always                   |
-| gae                | R_i; the value head turns it into one per token    | never                    |
+| name               | A of rollout i                                  | then over the step    | source           |
+|--------------------|-------------------------------------------------|-----------------------|------------------|
+| rloo               | R_i - mean of the others                        | if `normalize_reward` | arXiv 2402.14740 |
+| grpo               | (R_i - mean) / (std + 1e-4)                     | if `normalize_reward` | arXiv 2402.03300 |
+| dr_grpo            | R_i - mean                                      | if `normalize_reward` | arXiv 2503.20783 |
+| reinforce          | R_i (normalized: REINFORCE++)                   | if `normalize_reward` | arXiv 2501.03262 |
+| reinforce_baseline | R_i - mean                                      | always                | arXiv 2501.03262 |
+| gae                | R_i; the value head turns it into one per token | never                 | arXiv 1506.02438 |
 
-The group stage (the second column) needs every rollout of a group, so the preprocessor runs it. Everything that
-happens over a whole step (KL in the reward, normalization, cutting negative values) happens in the trainer, in
-`finetune/step.py`.
+The group stage (the second column) needs every rollout of a group, so the preprocessor runs it. Dividing by the spread
+of the step (`reinforce_baseline`) instead of the group's does not favor groups that are almost solved or almost
+hopeless. Everything over a whole step (KL in the reward, normalization, cutting negative values) happens in the
+trainer, in `finetune/step.py`.
 
 A new estimator is one function here and one line in `ADVANTAGES`. A function of your own has the same signature,
 `AdvantageInputs -> list[list[float]]`, and is named by its dotted path: `advantage_estimator=my_package.my_module.f`.
@@ -27,7 +28,6 @@ from typing import ClassVar
 from msgspec.structs import replace
 
 from pipelinerl.config.algorithm import RLConfig
-from pipelinerl.errors import ConfigError
 from pipelinerl.records import Sample
 from pipelinerl.rl.user_function import ADVANTAGE_API_VERSION, load_function
 from pipelinerl.rollouts import STEP_REWARD
@@ -58,9 +58,6 @@ class AdvantageInputs:
     samples: Sequence[Sequence[Sample]] = ()
 
 
-AdvantageFunction = Callable[[AdvantageInputs], Advantages]
-
-
 def rloo(group: AdvantageInputs) -> Advantages:
     """A_i = R_i - mean of R_j over the other rollouts j != i (leave-one-out; Kool et al. 2019, arXiv 2402.14740).
 
@@ -78,7 +75,7 @@ def rloo(group: AdvantageInputs) -> Advantages:
 
 
 def dr_grpo(group: AdvantageInputs) -> Advantages:
-    """A_i = R_i - mean(R) (Dr. GRPO, arXiv 2503.20783), (n - 1) / n times the leave-one-out advantage.
+    """A_i = R_i - mean(R) (Dr. GRPO, arXiv 2503.20783): (n - 1) / n times the leave-one-out advantage.
 
     The paper's other half, a constant length in the denominator, is `finetune.rl.aggregation=constant_length`.
     """
@@ -89,48 +86,20 @@ def dr_grpo(group: AdvantageInputs) -> Advantages:
     return [[reward - middle for reward in samples] for samples in rewards]
 
 
-def grpo(group: AdvantageInputs) -> Advantages:
-    """A_i = R_i - mean(R), then divided by std(R) + 1e-4 (GRPO, arXiv 2402.03300) by `divide_advantage_by_std`, which
-    is on for this estimator unless the user turns it off."""
-    return dr_grpo(group)
-
-
 def reinforce(group: AdvantageInputs) -> Advantages:
-    """A_i = R_i. With `normalize_reward` this is REINFORCE++ (arXiv 2501.03262)."""
+    """A_i = R_i."""
     return [[float(reward) for reward in samples] for samples in group.rewards]
 
 
-def reinforce_baseline(group: AdvantageInputs) -> Advantages:
-    """A_i = R_i - mean(R), then normalized over the step (REINFORCE++ with baseline, arXiv 2501.03262).
-
-    Dividing by the spread of the step instead of the group's does not favor groups that are almost solved or almost
-    hopeless.
-    """
-    return dr_grpo(group)
-
-
-ADVANTAGES: dict[str, AdvantageFunction] = {
+#: `grpo` is divided by the standard deviation afterwards: `divide_advantage_by_std` is on for it.
+ADVANTAGES: dict[str, Callable[[AdvantageInputs], Advantages]] = {
     "rloo": rloo,
-    "grpo": grpo,
+    "grpo": dr_grpo,
     "dr_grpo": dr_grpo,
     "reinforce": reinforce,
-    "reinforce_baseline": reinforce_baseline,
+    "reinforce_baseline": dr_grpo,
     "gae": reinforce,
 }
-
-
-def advantage_function(name: str) -> AdvantageFunction:
-    """The estimator `name`, or the user's function at a dotted path.
-
-    Raises:
-        ConfigError: neither.
-    """
-    key = "finetune.rl.advantage_estimator"
-    if name in ADVANTAGES:
-        return ADVANTAGES[name]
-    if "." in name:
-        return load_function(key, name, AdvantageInputs.api_version)
-    raise ConfigError(key, name, f"one of {', '.join(sorted(ADVANTAGES))}", "Or name a function: package.module.name.")
 
 
 def group_advantages(group: AdvantageInputs, rl: RLConfig) -> Advantages:
@@ -140,15 +109,15 @@ def group_advantages(group: AdvantageInputs, rl: RLConfig) -> Advantages:
     give exactly 0. Without a baseline, `divide_advantage_by_std` divides nothing: equal rewards have no spread.
 
     Raises:
-        ConfigError: unknown estimator.
-        ValueError: a rollout without rewards, or a user's function returned another shape or a value that is not
-            finite.
+        ConfigError: there is no such function of the user.
+        ValueError: it returned another shape or a value that is not finite.
     """
-    if not all(group.rewards):
-        raise ValueError("group_advantages: got a rollout without rewards, expected at least one each")
     name = rl.advantage_estimator
-    advantages = advantage_function(name)(group)
-    if name not in ADVANTAGES:
+    if name in ADVANTAGES:
+        advantages = ADVANTAGES[name](group)
+    else:
+        function = load_function("finetune.rl.advantage_estimator", name, AdvantageInputs.api_version)
+        advantages = function(group)
         _check_result(advantages, group.rewards, name)
     if rl.divides_by_std:
         return _divide_by_std(advantages, group.rewards)
@@ -220,12 +189,7 @@ def gae(
     Args:
         rewards: after each token, usually 0 except for the last.
         values: V of the state before each token.
-
-    Raises:
-        ValueError: lengths differ.
     """
-    if len(rewards) != len(values):
-        raise ValueError(f"gae: got {len(rewards)} rewards for {len(values)} values, expected as many")
     advantages = [0.0] * len(values)
     following_advantage = following_value = 0.0
     for t in range(len(values) - 1, -1, -1):

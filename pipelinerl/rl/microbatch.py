@@ -97,11 +97,7 @@ class MicroBatch:
 def token_weights(
     samples: Sequence[Sample], aggregation: str = "sample", constant_length: int | None = None
 ) -> list[float]:
-    """Weight of every trained token of each sample of a step (see the table above).
-
-    Raises:
-        ValueError: unknown aggregation, or `constant_length` without its number of tokens.
-    """
+    """Weight of every trained token of each sample of a step (see the table above)."""
     count, tokens = max(len(samples), 1), [sample.num_trained_tokens for sample in samples]
     if aggregation == "sample":
         return [1.0 / count] * len(tokens)
@@ -114,14 +110,8 @@ def token_weights(
         for sample in samples:
             per_group[sample.group_id] += sample.num_trained_tokens
         return [1.0 / (len(per_group) * max(per_group[sample.group_id], 1)) for sample in samples]
-    if aggregation == "constant_length":
-        if constant_length is None:
-            raise ValueError(
-                "finetune.rl.constant_length_tokens: got null, expected a number of tokens with "
-                "aggregation=constant_length. Set it to llm.parameters.max_tokens"
-            )
-        return [1.0 / (count * constant_length)] * len(tokens)
-    raise ValueError(f"finetune.rl.aggregation: got {aggregation!r}, expected one of {', '.join(AGGREGATIONS)}")
+    assert aggregation == "constant_length" and constant_length is not None
+    return [1.0 / (count * constant_length)] * len(tokens)
 
 
 def collate(

@@ -126,19 +126,3 @@ def test_bf16_gradients_are_as_exact_as_those_of_a_plain_bf16_head_and_log_probs
     chunked, plain = errors(token_logprobs, chunk_tokens=50), errors(plain_token_logprobs, fp32_head=False)
     assert chunked[0] < 1e-3 * plain[0]
     assert chunked[1] < 1.02 * plain[1] and chunked[2] < 1.02 * plain[2]
-
-
-def test_from_logits_agrees():
-    hidden, weight, _, targets = head()
-    a = logprobs_from_logits(hidden @ weight.T, targets, 0.8, True)
-    b = token_logprobs(hidden, weight, targets, 0.8, 3, True)
-    for left, right in zip(a, b, strict=True):
-        torch.testing.assert_close(left, right)
-
-
-def test_bad_arguments():
-    hidden, weight, _, targets = head()
-    with pytest.raises(ValueError, match="temperature"):
-        token_logprobs(hidden, weight, targets, 0.0)
-    with pytest.raises(ValueError, match="chunk_tokens"):
-        token_logprobs(hidden, weight, targets, 1.0, 0)

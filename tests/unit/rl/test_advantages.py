@@ -9,11 +9,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pipelinerl.config.algorithm import RLConfig
-from pipelinerl.errors import ConfigError
 from pipelinerl.rl.advantages import (
     ADVANTAGES,
     AdvantageInputs,
-    advantage_function,
     discounted_returns,
     gae,
     group_advantages,
@@ -116,13 +114,3 @@ def test_gae_by_hand():
     assert targets == pytest.approx([0.63, 1.0])
     # lambda = gamma = 1: advantage = reward to go - value.
     assert gae([0.0, 0.0, 1.0], [0.2, 0.3, 0.4])[0] == pytest.approx([0.8, 0.7, 0.6])
-
-
-def test_faults_are_named():
-    with pytest.raises(ConfigError) as error:
-        advantage_function("ppo")
-    assert error.value.key == "finetune.rl.advantage_estimator"
-    with pytest.raises(ValueError, match="rollout without rewards"):
-        advantages([[1.0], []], "rloo")
-    with pytest.raises(ValueError, match="2 rewards for 1 values"):
-        gae([0.0, 1.0], [0.0])

@@ -82,6 +82,3 @@ def test_weights_by_aggregation():
     assert weights["token"] == [1 / 6] * 3
     assert weights["group"] == [1 / 4, 1 / 8, 1 / 8]  # each group sums to 1/2: 2 * 1/4 and (1 + 3) * 1/8
     assert weights["constant_length"] == [1 / 30] * 3
-    for name in ("constant_length", "mean"):
-        with pytest.raises(ValueError, match=r"finetune\.rl"):
-            token_weights(samples, name)

@@ -229,5 +229,3 @@ def test_m4_kl_is_zero_without_gradient_at_the_reference_and_bounded_far_from_it
     kl.sum().backward()
     assert kl[0].item() == 0.0 and new.grad[0].item() == 0.0
     assert kl[1].item() == pytest.approx(math.exp(5) - 6) and new.grad[1].item() == 0.0
-    with pytest.raises(ValueError, match="kl_estimator"):
-        token_kl(new, new, "k4")
