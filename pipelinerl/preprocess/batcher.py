@@ -30,7 +30,7 @@ from msgspec.structs import replace
 from pipelinerl.config.algorithm import RLConfig
 from pipelinerl.config.finetune import FinetuneConfig
 from pipelinerl.config.schedule import Rounds
-from pipelinerl.records import IGNORED_LABEL, Fate, Group, Sample, TrainingBatch
+from pipelinerl.records import IGNORED_LABEL, Fate, Group, RolloutSummary, Sample, TrainingBatch
 from pipelinerl.rl.advantages import has_signal, score_group
 from pipelinerl.rl.packing import make_plan
 from pipelinerl.streams.base import Entry
@@ -103,8 +103,7 @@ class GroupScorer:
         self._config = config
         self._resume = resume
         self._add_reference = add_reference
-        self._rewards: list[float] = []
-        self._successes = self._cut = 0
+        self._rollouts: list[RolloutSummary] = []
         self._repeated: list[float] = []
 
     def score(self, entries: Sequence[Entry[Group]]) -> list[tuple[Entry[Group], list[Rejection]]]:
@@ -113,9 +112,7 @@ class GroupScorer:
         for entry in entries:
             if entry.record.id not in self._resume.dispatched_groups:
                 self._resume.dispatched_groups.add(entry.record.id)
-                self._rewards += [rollout.reward for rollout in entry.record.rollouts]
-                self._successes += sum(rollout.success for rollout in entry.record.rollouts)
-                self._cut += sum(rollout.num_cut > 0 for rollout in entry.record.rollouts)
+                self._rollouts += entry.record.rollouts
                 shares = map(repeated_4grams, entry.record.samples)
                 self._repeated += [share for share in shares if share is not None]
                 fresh.append(entry)
@@ -124,19 +121,20 @@ class GroupScorer:
 
     def take_statistics(self) -> dict[str, float]:
         """Means over the rollouts since the last call, rejected ones included; empty if there were none."""
-        count = len(self._rewards)
+        rollouts, count = self._rollouts, len(self._rollouts)
         if not count:
             return {}
         means = {
-            "preprocessor/reward_mean": sum(self._rewards) / count,  #: mean reward of all rollouts since the last batch
-            "preprocessor/success_rate": self._successes / count,  #: share of successful ones
+            #: mean reward of all rollouts since the last batch
+            "preprocessor/reward_mean": sum(r.reward for r in rollouts) / count,
+            "preprocessor/success_rate": sum(r.success for r in rollouts) / count,  #: share of successful ones
             #: share of those with a sample that was cut off, by the limit on tokens or by the context
-            "preprocessor/cut_fraction": self._cut / count,
+            "preprocessor/cut_fraction": sum(r.num_cut > 0 for r in rollouts) / count,
         }
         if self._repeated:
             #: share of 4-grams of sampled tokens that occur in the same sample before (of 32 tokens and more)
             means["preprocessor/repeated_4grams"] = sum(self._repeated) / len(self._repeated)
-        self._rewards, self._successes, self._cut, self._repeated = [], 0, 0, []
+        self._rollouts, self._repeated = [], []
         return means
 
     def _reference_of(self, samples: Sequence[Sample]) -> dict[str, Sample | None]:

@@ -306,7 +306,6 @@ class Outputs:
         self._fates = streams.writer(FATES_TOPIC, job_name, FateRecord)
         self._metrics = streams.writer(METRICS_TOPIC, job_name, MetricRecord)
         self._passes = streams.writer(PASSES_TOPIC, job_name, PassesOver)
-        self._counts: Counter[str] = Counter()
         self._reasons: Counter[tuple[str, str]] = Counter()
 
     def write_fates(self, rejections: Iterable[Rejection], version: int) -> None:
@@ -329,7 +328,6 @@ class Outputs:
                     incarnation=self._incarnation,
                 )
             )
-            self._counts[fate] += len(bundle)
             self._reasons[fate, reason] += len(bundle)
         if bundles:
             self._fates.flush()
@@ -361,12 +359,15 @@ class Outputs:
 
     def write_metrics(self, step: int, queue_batches: float, statistics: dict[str, float]) -> None:
         """Write the metrics of one step; counters are totals since this process started."""
+        totals: Counter[str] = Counter()
+        for (fate, _), count in self._reasons.items():
+            totals[fate] += count
         values = {
             "preprocessor/queue_batches": queue_batches,  #: waiting samples, in optimizer steps
-            "preprocessor/filtered_samples": float(self._counts["filtered"]),  #: samples left out by a filter
-            "preprocessor/stale_samples": float(self._counts["stale"]),  #: samples left out because they are too old
+            "preprocessor/filtered_samples": float(totals["filtered"]),  #: samples left out by a filter
+            "preprocessor/stale_samples": float(totals["stale"]),  #: samples left out because they are too old
             #: samples left out because their data are invalid
-            "preprocessor/failed_samples": float(self._counts["failed"]),
+            "preprocessor/failed_samples": float(totals["failed"]),
             **statistics,
         }
         for (fate, reason), count in self._reasons.items():
