@@ -99,6 +99,8 @@ from pipelinerl.weights.link import ControlClient, control_session
 logger = logging.getLogger(__name__)
 
 _REPORT_INTERVAL_S = 5.0
+# Groups in the sliding window of rates, and rollouts from which on the failure rate counts.
+_WINDOW_GROUPS, _LEAST_ROLLOUTS = 50, 32
 _READ_TIMEOUT_S = 5.0
 # An evaluation next to training takes one slot in so many, unless actor.evaluation_concurrency is set.
 _EVALUATION_SHARE = 4
@@ -151,8 +153,8 @@ class Actor:
             scheduler=self.scheduler,
             progress=self.progress,
             publisher=self.publisher,
-            failures=FailureLimit(config.actor.max_failure_rate, config.actor.min_rollouts_for_failure_rate),
-            throughput=Throughput(config.actor.throughput_window_size * config.attempts),
+            failures=FailureLimit(config.actor.max_failure_rate, _LEAST_ROLLOUTS),
+            throughput=Throughput(_WINDOW_GROUPS * config.attempts),
             averages=RolloutAverages(),
             heartbeat=context.heartbeat,
         )
@@ -320,11 +322,10 @@ class Actor:
 
     async def _report_regularly(self) -> None:
         """Write metrics at every new version from the first one on, and every few seconds in between."""
-        interval_s = self.config.actor.log_each_n_secs or _REPORT_INTERVAL_S
         reported: int | None = None
         while True:
             with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(interval_s):
+                async with asyncio.timeout(_REPORT_INTERVAL_S):
                     await self.changes.wait_for(lambda: self.progress.version != reported)  # noqa: B023
             reported = self.progress.version
             # Before the first weights there is no version to report for: in a resumed run it is not 0.

@@ -37,7 +37,7 @@ class Throughput:
         return {
             #: their sampled tokens, same window
             "actor/output_tokens_per_s": sum(tokens for _, tokens, _ in self._entries) / seconds,
-            #: finished rollouts, over a sliding window (`actor.throughput_window_size`)
+            #: finished rollouts, over a sliding window of the last 50 groups
             "actor/rollouts_per_s": len(self._entries) / seconds,
             #: their requests to servers, same window
             "actor/requests_per_s": sum(requests for *_, requests in self._entries) / seconds,

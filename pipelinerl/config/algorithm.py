@@ -236,9 +236,6 @@ class RLConfig(FlatSection):
         default=None, ge=0, description="its value at the end, reached linearly; null: kl_coef"
     )
     kl_estimator: Literal["k1", "k2", "k3"] = Field(default="k3", description="estimator of KL in the loss")
-    clamp_log_ratio_ref_new_value: float = Field(
-        default=5.0, gt=0, description="bound of the log ratio inside the KL estimator"
-    )
     reward_minus_kl_coef: float = Field(default=0.0, ge=0, description="weight of KL in the reward of each token")
     reference: Literal["auto", "servers", "local"] = Field(
         default="auto",

@@ -62,7 +62,6 @@ class FinetuneConfig(Section):
     )
     num_warmup_steps: int = Field(default=50, ge=0, description="steps of the rising part")
     gradient_checkpointing: bool = Field(default=True, description="less memory, more time")
-    reentrant_checkpointing: bool = Field(default=False, description="the older kind of checkpointing")
     max_train_steps: int = Field(default=1000, ge=1, description="end of training, and length of the schedule")
     max_epochs: int | None = Field(
         default=None, ge=1, description="passes over the problems after which training ends earlier; null: no such end"
@@ -100,13 +99,11 @@ class FinetuneConfig(Section):
     trust_remote_code: bool = Field(
         default=False, description="run code of the model's folder, in trainer, servers and actor"
     )
-    log_each_n_steps: int = Field(default=1, ge=1, description="steps between log lines; metrics have every step")
     record_token_ratios: bool = Field(
         default=True,
         description="record the importance ratio of every trained token for `view`, about 3 bytes each (only with "
         "streams.backend=files and streams.retention=all)",
     )
-    send_weight_updates: bool = Field(default=True, description="false: the servers keep their first weights")
     weight_update_interval: int = Field(
         default=1, ge=1, description="optimizer steps between weight updates; each one more adds a version to the lag"
     )

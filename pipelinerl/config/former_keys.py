@@ -18,6 +18,8 @@ DROPPED: dict[str, str] = {
     "hydra": "a run writes its files and logs to output_dir",
     "accelerate_config": "the launcher starts the ranks itself",
     "fp32_layer_prefix": "the output head is found by the structure of the model",
+    "actor.throughput_window_size": "rates are those of the last 50 groups",
+    "actor.log_each_n_secs": "the actor's metrics are recorded every 5 seconds and at each version",
     "actor.problem_queue_size": "max_lag and llm_max_rollouts bound what is in flight",
     "actor.result_queue_size": "finished groups go straight to the stream",
     "actor.shared_memory_entry_size": _NO_SHARED_MEMORY,
@@ -37,6 +39,7 @@ DROPPED: dict[str, str] = {
     "preprocess.dataset_buffer_size": "a batch closes as soon as it has its samples",
     "preprocess.max_ready_samples_per_lead": "all ranks read the same record",
     "preprocess.chunk_size": _WHOLE_GROUPS,
+    "preprocess.chunk_n_groups": _WHOLE_GROUPS,
     "preprocess.submit_delay": _SERVERS_BATCH,
     "preprocess.threads_per_llm": _SERVERS_BATCH,
     "finetune.input": _STREAM_NAMES,
@@ -52,6 +55,8 @@ DROPPED: dict[str, str] = {
     "finetune.max_eval_steps": _ACTOR_EVALUATES,
     "finetune.auto_device_map": "each rank owns one device",
     "finetune.resume_dataloader": "data always resume at the checkpoint",
+    "finetune.reentrant_checkpointing": "checkpointing is of the newer kind",
+    "finetune.log_each_n_steps": "every step is logged",
     "finetune.use_safetensors": "models are always saved as safetensors",
     "finetune.n_examples": "the number of samples follows from finetune.max_train_steps",
     "finetune.sft_config_name": "there is no supervised objective",
@@ -64,6 +69,17 @@ DROPPED: dict[str, str] = {
     "vllm_config.vllm_kwargs.enable-auto-tool-choice": _TOOL_CALLS,
     "vllm_config.vllm_kwargs.tool-call-parser": _TOOL_CALLS,
     "vllm_config.vllm_kwargs.tool-parser-plugin": _TOOL_CALLS,
+    "rewards.name": "nothing reads it",
+    **dict.fromkeys(
+        [
+            f"{place}.{name}"
+            for place in ("wandb", "finetune")
+            for name in ("wandb_use_basename", "wandb_workspace_root")
+        ],
+        "a tracked run is called like the last part of output_dir, or wandb.wandb_name",
+    ),
+    **dict.fromkeys(("wandb.wandb_dir", "finetune.wandb_dir"), "the files of W&B are in output_dir"),
+    **dict.fromkeys(("wandb.wandb_resume", "finetune.wandb_resume"), "a resumed run continues its W&B run"),
     "streams.save": "the launcher's Redis server keeps what a resume needs",
     "environment_key": _GRADERS,
     "world.env_replicas_per_actor": _GRADERS,
@@ -86,19 +102,19 @@ RENAMED: dict[str, str] = {
     "actor.threads_per_llm": "actor.llm_max_rollouts",
     "actor.max_rollout_retries": "actor.max_retries",
     "actor.ifeval_partial_credit": "custom.partial_score",
+    "vllm_config.quantization": "vllm_config.vllm_kwargs.quantization",
     "vllm_config.vllm_kwargs.max-num-seq": "vllm_config.vllm_kwargs.max-num-seqs",
     "agent.max_epochs": "finetune.max_epochs",
     "system_prompt": "actor.system_prompt",
     "task_template": "actor.task_template",
     "actor.task_prompt": "custom.task_prompt",
     "discount_factor": "actor.discount_factor",
-    "weight_broadcast": "finetune.send_weight_updates",
     "world.actors": "actor.rollout_workers",
     **{
         f"finetune.{name}": f"wandb.{name}"
         for name in (
             *("tags", "wandb_id", "wandb_name", "wandb_entity_name", "wandb_project_name"),
-            *("wandb_resume", "wandb_use_basename", "wandb_workspace_root", "wandb_group", "wandb_dir"),
+            "wandb_group",
         )
     },
 }
@@ -110,6 +126,7 @@ UNSUPPORTED: dict[str, tuple[object, str]] = {
     "finetune.lora.base_model_4bit": (False, "the servers sample from unquantized weights"),
     "finetune.optim": ("adamw_torch", "AdamW is the only optimizer"),
     "finetune.objective": ("rl", "reinforcement learning is the only objective"),
+    "finetune.rl.clamp_log_ratio_ref_new_value": (5, "log ratios in KL are clamped to 5"),
     "finetune.rl.aggregate_loss": ("sum", "finetune.rl.aggregation names the denominator"),
     "llm.parameters.top_p": (1, "truncated sampling would bias the policy: set test_llm.parameters.top_p"),
     "llm.parameters.top_k": (-1, "truncated sampling would bias the policy: set test_llm.parameters.top_k"),
@@ -136,6 +153,8 @@ REWRITTEN: dict[str, str] = {
     "fsdp": "backend.param_dtype and backend.reduce_dtype, with backend=fsdp",
     "finetune.model_class": "finetune.rl.advantage_estimator=gae for a value head; else leave it out",
     "finetune.load_as_bf16": "finetune.dtype",
+    "finetune.send_weight_updates": "debug.mode=open_loop for servers that keep their first weights",
+    "weight_broadcast": "debug.mode=open_loop for servers that keep their first weights",
     "finetune.use_flash_attention": "finetune.attn_implementation",
     "finetune.critic_learning_rate": "finetune.rl.critic_learning_rate",
     "wandb.use_wandb": "wandb.mode=disabled for no W&B, offline or online otherwise",
@@ -233,7 +252,6 @@ _OTHER_NAMES = {
     "finetune.gradient_checkpointing": "enable_gradient_checkpointing",
     "finetune.save_checkpoint_steps": "save_steps save_freq save_interval",
     "finetune.keep_last_checkpoints": "save_total_limit max_ckpt_num max_actor_ckpt_to_keep",
-    "finetune.log_each_n_steps": "logging_steps",
     "finetune.dtype": "bf16 fp16 torch_dtype param_dtype",
     "finetune.attn_implementation": "flash_attn",
     "finetune.lora.enabled": "use_peft",

@@ -17,7 +17,6 @@ _NUMBER = re.compile(r"[0-9]+([KMGT]|(\.[0-9]+)?[kmgt])?")
 
 
 class VLLMConfig(Section):
-    quantization: str | None = Field(default=None, description="vLLM's quantization of the servers' weights")
     vllm_kwargs: dict[str, Any] = Field(
         default={}, description="flags of the vLLM server without dashes; an empty string is a bare flag"
     )
@@ -256,9 +255,8 @@ class SuperviseConfig(Section):
         description="automatic resumes after the trainer, actor or preprocessor died, or a node was lost",
     )
     max_server_restarts: int = Field(
-        default=3, ge=0, description="restarts of one server within the window before its end ends the run"
+        default=3, ge=0, description="restarts of one server within an hour before its end ends the run"
     )
-    server_restart_window_s: float = Field(default=3600, gt=0, description="older restarts do not count")
     server_restart_backoff_s: float = Field(
         default=1, ge=0, description="wait before the first restart; doubled for each further one, at most 60 s"
     )
@@ -270,23 +268,18 @@ class WandbConfig(Section):
         description="online needs WANDB_API_KEY; offline writes files that `wandb sync` uploads; disabled: no W&B",
     )
     wandb_id: str | None = Field(default=None, description="id of the tracked run; null: derived from the run's id")
-    wandb_name: str | None = Field(default=None, description="name of the tracked run")
+    wandb_name: str | None = Field(
+        default=None, description="name of the tracked run; null: the last part of output_dir"
+    )
     wandb_entity_name: str | None = Field(default=None, description="team")
     wandb_project_name: str = Field(default="pipelinerl", description="project")
-    wandb_resume: Literal["allow", "must", "never", "auto"] = Field(
-        default="allow", description="what to do with an existing id; never without wandb_id: a new one at each start"
-    )
-    wandb_use_basename: bool = Field(default=True, description="name the run after the last part of output_dir")
-    wandb_workspace_root: str = Field(default="results", description="folder that names are relative to")
     wandb_group: str | None = Field(default=None, description="group of runs")
-    wandb_dir: str | None = Field(default=None, description="folder of W&B's files")
     tags: list[str] = Field(default=[], description="tags of the tracked run")
 
 
 class TensorBoardConfig(Section):
-    enabled: bool = Field(default=False, description="write event files; needs the extra `tensorboard`")
-    folder: str | None = Field(
-        default=None, description="folder for many runs, each in its own; null: `tensorboard` in output_dir"
+    enabled: bool = Field(
+        default=False, description="write event files to output_dir/tensorboard; needs the extra `tensorboard`"
     )
 
 

@@ -163,10 +163,15 @@ class RunConfig(FlatSection):
         """Whether jobs of that kind are part of `debug.mode`."""
         return kind in STAGE_KINDS[self.debug.mode]
 
+    @property
+    def sends_weights(self) -> bool:
+        """Whether the servers get new weights in the course of training."""
+        return not self.debug.mode
+
     def of_stage(self) -> RunConfig:
         """The configuration of the stages that `debug.mode` names, which the launcher takes before anything else looks
-        at it: the others get no devices, and no weights are sent to servers in mid run. Servers of an open loop are not
-        started again: nobody has their first weights any more."""
+        at it: the others get no devices. Servers of an open loop are not started again: nobody has their first weights
+        any more."""
         mode = self.debug.mode
         if not mode:
             return self
@@ -174,10 +179,7 @@ class RunConfig(FlatSection):
         for kind, (fraction, count, gpus) in _POOLS.items():
             if not self.has_stage(kind):
                 world |= {fraction: 0.0, count: None, gpus: None}
-        changes: dict[str, Any] = {
-            "world": self.world.model_copy(update=world),
-            "finetune": self.finetune.model_copy(update={"send_weight_updates": False}),
-        }
+        changes: dict[str, Any] = {"world": self.world.model_copy(update=world)}
         if mode == "evaluation":  # an evaluation that was interrupted goes on with what is recorded
             changes["actor"] = self.actor.model_copy(update={"recorded_test_samples": None})
         if mode == "open_loop":

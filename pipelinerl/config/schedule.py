@@ -55,7 +55,7 @@ def rounds_of(config: RunConfig) -> Rounds | None:
 
 def pauses_rollouts(config: RunConfig) -> bool:
     """Whether running rollouts end before the servers get new weights."""
-    return config.schedule != "pipeline" and config.finetune.send_weight_updates
+    return config.schedule != "pipeline" and config.sends_weights
 
 
 def update_interval(config: RunConfig) -> int:

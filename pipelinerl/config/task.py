@@ -71,17 +71,12 @@ class ActorConfig(Section):
     discount_factor: float = Field(
         default=1.0, gt=0, le=1, description="reward discount per output token, in tasks that use it"
     )
-    throughput_window_size: int = Field(default=50, ge=1, description="records in the sliding statistics")
-    log_each_n_secs: float = Field(
-        default=0, ge=0, description="longest time between the actor's metric records, in seconds; 0: 5"
-    )
     rollout_timeout_s: float = Field(default=600, gt=0, description="a longer rollout is canceled and counts as failed")
     request_timeout_s: float = Field(default=300, gt=0, description="a longer request is retried")
     max_retries: int = Field(default=3, ge=0, description="retries after a transient failure")
     max_failure_rate: float = Field(
-        default=0.5, gt=0, le=1, description="a larger share of failed rollouts ends the run"
+        default=0.5, gt=0, le=1, description="a larger share of failed rollouts ends the run (from 32 on)"
     )
-    min_rollouts_for_failure_rate: int = Field(default=32, ge=1, description="rollouts before that share counts")
     test_samples: int | None = Field(default=None, ge=1, description="rollouts per evaluation; null: one per problem")
     recorded_test_samples: int | None = Field(
         default=100, ge=0, description="rollouts of each evaluation that `samples --evaluation` shows; null: all"
@@ -127,7 +122,6 @@ class AgentConfig(Section):
 
 
 class PreprocessConfig(Section):
-    chunk_n_groups: int = Field(default=2, ge=1, description="groups that are read at once")
     ring_buffer_size: int = Field(
         default=128, ge=1, description="ready batches kept when training is slow and max_lag is null"
     )
@@ -139,7 +133,6 @@ class RewardsConfig(Section):
     The eight numbers are the component `outcome`: reward by kind of answer. `finished`: the model ended its answer.
     """
 
-    name: str = Field(default="pure_success", description="name of the reward table")
     components: dict[str, float] = Field(
         default={"outcome": 1.0}, description="weights of outcome, soft_length, difficulty_length"
     )
@@ -165,5 +158,3 @@ class VerifierConfig(Section):
     processes: int = Field(default=2, ge=1, description="grader processes")
     timeout_s: float = Field(default=10, gt=0, description="processor time for grading one answer")
     memory_mib: int = Field(default=2048, ge=256, description="address space of a grader process")
-    queue_timeout_s: float = Field(default=300, gt=0, description="longest wait for a verifier service, queue included")
-    max_queue: int = Field(default=8192, ge=1, description="answers waiting in a service; more are sent again later")

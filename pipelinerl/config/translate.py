@@ -103,6 +103,8 @@ class Conversion:
                 self.say("dropped", "finetune.model_class", f"{_RL}.advantage_estimator=gae brings the value head")
         self._flag("finetune.load_as_bf16", True, "finetune.dtype", "fp32")
         self._flag("finetune.use_flash_attention", True, "finetune.attn_implementation", "segments")
+        for key in ("finetune.send_weight_updates", "weight_broadcast"):
+            self._flag(key, True, "debug.mode", "open_loop")
         self._rename("finetune.critic_learning_rate", f"{_RL}.critic_learning_rate")
         if self._get("vllm_config.quantization") == "bf16_last_layer_fp32":
             self._take("vllm_config.quantization")
@@ -141,9 +143,6 @@ class Conversion:
                 self._replace(key, "wandb.mode", "disabled")
             elif value is not _ABSENT:
                 self.say("dropped", key, "wandb.mode says it: offline (default), online or disabled")
-        if self._get("wandb.wandb_resume") == "always":
-            self._take("wandb.wandb_resume")
-            self._replace("wandb.wandb_resume=always", "wandb.wandb_resume", "allow")
 
     def _task(self) -> None:
         """Functions of built-in tasks, their data sets, and what serves their graders."""

@@ -162,8 +162,7 @@ def _adapter(config: RunConfig) -> Faults:
     if lora.r > LARGEST_ADAPTER_RANK:
         yield "finetune.lora.r", f"at most {LARGEST_ADAPTER_RANK} (of vLLM) {condition}", f"Lower it, {merged}"
     key, quantization = vllm.option("quantization")
-    if vllm.quantization is not None or quantization is not None:
-        key = key if vllm.quantization is None else "vllm_config.quantization"
+    if quantization is not None:
         yield key, f"no quantization {condition}: the trainer has the model as it is", f"Remove it, {merged}"
     key, load_format = vllm.option("load-format")
     if load_format == "dummy":

@@ -22,7 +22,6 @@ from omegaconf import DictConfig
 
 from pipelinerl.domains.answers import same_float, same_value
 from pipelinerl.domains.code_tests import coding_problem
-from pipelinerl.domains.data import draw_problems
 from pipelinerl.domains.data_sets import load_data_sets
 from pipelinerl.domains.single_turn import answer_once
 from pipelinerl.errors import ConfigError, RetryableRolloutError
@@ -159,13 +158,10 @@ def load_problems(
         }
         return f"{task.solve.__name__}/{number}", problem
 
-    def make(name: str) -> list[dict[str, Any]]:
-        return draw_problems("coding", [name], (num_train, num_test), seed, draw)
-
     def convert(values: dict[str, Any]) -> dict[str, Any] | str:
         return coding_problem(values, max_tests)
 
-    return load_data_sets("coding", dataset_names, make, convert, fields, limit)
+    return load_data_sets("coding", dataset_names, draw, (num_train, num_test), seed, convert, fields, limit)
 
 
 def gold_answer(problem: dict[str, Any]) -> str | None:

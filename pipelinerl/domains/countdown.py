@@ -10,14 +10,9 @@ from collections.abc import Sequence
 from fractions import Fraction
 from typing import Any
 
-import aiohttp
-from omegaconf import DictConfig
-
 from pipelinerl.domains.answers import tagged_answer
 from pipelinerl.domains.data import draw_problems
-from pipelinerl.domains.single_turn import answer_once
-from pipelinerl.llm import TrainableLLM
-from pipelinerl.rollouts import RolloutResult
+from pipelinerl.domains.single_turn import single_turn
 from pipelinerl.sandbox.protocol import Grade, grader
 
 MAX_CHARACTERS = 500
@@ -138,8 +133,4 @@ def validate(problem: dict[str, Any]) -> float:
     return verify_countdown(gold_answer(problem), problem).score
 
 
-async def generate_countdown_rollout(
-    cfg: DictConfig, llm: TrainableLLM, problem: dict[str, Any], session: aiohttp.ClientSession
-) -> RolloutResult:
-    """Ask for an expression and grade it."""
-    return await answer_once(cfg, llm, problem, session, verify_countdown, task=question(problem))
+generate_countdown_rollout = single_turn(verify_countdown, question)

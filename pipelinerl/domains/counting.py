@@ -6,14 +6,9 @@ import random
 from collections.abc import Sequence
 from typing import Any
 
-import aiohttp
-from omegaconf import DictConfig
-
 from pipelinerl.domains.answers import tagged_answer, whole_number
 from pipelinerl.domains.data import draw_problems
-from pipelinerl.domains.single_turn import answer_once
-from pipelinerl.llm import TrainableLLM
-from pipelinerl.rollouts import RolloutResult
+from pipelinerl.domains.single_turn import single_turn
 from pipelinerl.sandbox.protocol import Grade, grader
 
 
@@ -69,8 +64,4 @@ def validate(problem: dict[str, Any]) -> float:
     return verify_counting(gold_answer(problem), problem).score
 
 
-async def generate_counting_rollout(
-    cfg: DictConfig, llm: TrainableLLM, problem: dict[str, Any], session: aiohttp.ClientSession
-) -> RolloutResult:
-    """Ask for the number of letters and grade the answer."""
-    return await answer_once(cfg, llm, problem, session, verify_counting, task=question(problem))
+generate_counting_rollout = single_turn(verify_counting, question)

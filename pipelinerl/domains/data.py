@@ -16,6 +16,8 @@ _TEST_SHARE = 5
 _MAX_TRIES_PER_PROBLEM = 200
 
 Problem = dict[str, Any]
+#: Makes one problem, with a text that tells it from all others; that text decides the split.
+Draw = Callable[[random.Random], tuple[str, Problem]]
 
 
 def check_names(domain: str, names: Sequence[str], known: Sequence[str] = SPLITS) -> None:
@@ -58,13 +60,12 @@ def draw_problems(
     names: Sequence[str],
     sizes: tuple[int, int],
     seed: int,
-    draw: Callable[[random.Random], tuple[str, Problem]],
+    draw: Draw,
 ) -> list[Problem]:
     """Return different problems of each named split.
 
     Args:
         sizes: number of problems of `train` and of `test`.
-        draw: makes one problem, with a text that tells it from all others; that text decides the split.
 
     Raises:
         DomainError: a name is unknown, or `draw` knows too few different problems.

@@ -21,7 +21,7 @@ from typing import Annotated, Any
 
 import msgspec
 
-from pipelinerl.domains.data import SPLITS, Problem, missing_package, optional
+from pipelinerl.domains.data import SPLITS, Draw, Problem, draw_problems, missing_package, optional
 from pipelinerl.domains.shapes import (
     KNOWN,
     MISSING,
@@ -302,7 +302,9 @@ Convert = Callable[[Row], "Problem | str"]
 def load_data_sets(
     domain: str,
     names: Sequence[Any],
-    make: Callable[[str], list[Problem]],
+    draw: Draw,
+    sizes: tuple[int, int],
+    seed: int,
     convert: Convert,
     fields: Mapping[str, str] | None = None,
     limit: int | None = None,
@@ -311,7 +313,7 @@ def load_data_sets(
 
     Args:
         names: texts and mappings (see `data_set`).
-        make: makes the problems of one of `SPLITS`.
+        draw, sizes, seed: of the problems that are made (see `draw_problems`).
         convert: makes a problem of the values of a row's fields, or says why the row is left out.
         fields, limit: of each data set that has none of its own and is not made.
 
@@ -327,7 +329,10 @@ def load_data_sets(
         counts[each.name] += 1
         if has_shares and counts[each.name] > 1:
             raise DomainError(f"{domain}: two data sets are called {each.name!r}. Give one of them another `name`.")
-        own = make(each.name)[: each.limit] if each.is_made else _converted(domain, each, convert)
+        if each.is_made:
+            own = draw_problems(domain, [each.name], sizes, seed, draw)[: each.limit]
+        else:
+            own = _converted(domain, each, convert)
         if counts[each.name] > 1:
             own = [problem | {"id": f"{problem['id']}.{counts[each.name]}"} for problem in own]
         if has_shares:

@@ -17,7 +17,6 @@ import msgspec
 from omegaconf import DictConfig
 
 from pipelinerl.domains.answers import same_value
-from pipelinerl.domains.data import draw_problems
 from pipelinerl.domains.data_sets import load_data_sets
 from pipelinerl.domains.shapes import chat_text, from_json
 from pipelinerl.domains.single_turn import answer_once
@@ -122,10 +121,7 @@ def load_problems(
         }
         return f"{task}{offered}", problem
 
-    def make(name: str) -> list[dict[str, Any]]:
-        return draw_problems("fn_calling", [name], (num_train, num_test), seed, draw)
-
-    return load_data_sets("fn_calling", dataset_names, make, _problem, fields, limit)
+    return load_data_sets("fn_calling", dataset_names, draw, (num_train, num_test), seed, _problem, fields, limit)
 
 
 def _problem(values: dict[str, Any]) -> dict[str, Any] | str:

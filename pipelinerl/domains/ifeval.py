@@ -19,7 +19,6 @@ import aiohttp
 import msgspec
 from omegaconf import DictConfig
 
-from pipelinerl.domains.data import draw_problems
 from pipelinerl.domains.data_sets import load_data_sets
 from pipelinerl.domains.ifeval_instructions import INSTRUCTIONS, read_instructions
 from pipelinerl.domains.shapes import chat_text
@@ -135,10 +134,7 @@ def load_problems(
         difficulty = (len(constraints) - 1) / max(max_constraints - 1, 1)
         return f"{prompt}{constraints}", {"prompt": prompt, "constraints": constraints, "difficulty": difficulty}
 
-    def make(name: str) -> list[dict[str, Any]]:
-        return draw_problems("ifeval", [name], (num_train, num_test), seed, draw)
-
-    return load_data_sets("ifeval", dataset_names, make, _problem, fields, limit)
+    return load_data_sets("ifeval", dataset_names, draw, (num_train, num_test), seed, _problem, fields, limit)
 
 
 def _problem(values: dict[str, Any]) -> dict[str, Any] | str:

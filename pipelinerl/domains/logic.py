@@ -11,18 +11,15 @@ import difflib
 import functools
 import re
 from collections.abc import Mapping, Sequence
+from operator import itemgetter
 from typing import Any
 
-import aiohttp
 import msgspec
-from omegaconf import DictConfig
 
 from pipelinerl.domains.answers import tagged_answer
 from pipelinerl.domains.data import check_names, optional
-from pipelinerl.domains.single_turn import answer_once
+from pipelinerl.domains.single_turn import single_turn
 from pipelinerl.errors import DomainError
-from pipelinerl.llm import TrainableLLM
-from pipelinerl.rollouts import RolloutResult
 from pipelinerl.sandbox.protocol import Grade, grader
 
 DEFAULT_FAMILIES = ("leg_counting", "basic_arithmetic", "knights_knaves")
@@ -198,16 +195,4 @@ def validate(problem: dict[str, Any]) -> float | None:
 SYSTEM_PROMPT = "Think about the problem, then output the final answer as <answer>your answer</answer>."
 
 
-async def generate_logic_rollout(
-    cfg: DictConfig, llm: TrainableLLM, problem: dict[str, Any], session: aiohttp.ClientSession
-) -> RolloutResult:
-    """Ask the question as reasoning-gym words it, and grade what stands in the tags."""
-    return await answer_once(
-        cfg,
-        llm,
-        problem,
-        session,
-        verify_logic,
-        task=problem["question"],
-        system_prompt=SYSTEM_PROMPT,
-    )
+generate_logic_rollout = single_turn(verify_logic, itemgetter("question"), SYSTEM_PROMPT)

@@ -8,40 +8,18 @@ from __future__ import annotations
 import random
 import re
 from collections.abc import Mapping, Sequence
+from operator import itemgetter
 from typing import Any
 
-import aiohttp
-from omegaconf import DictConfig
-
 from pipelinerl.domains.answers import boxed_answer, tagged_answer
-from pipelinerl.domains.data import draw_problems, optional
+from pipelinerl.domains.data import optional
 from pipelinerl.domains.data_sets import load_data_sets
 from pipelinerl.domains.math_answers import MAX_ANSWER_CHARACTERS, plain, same_answer
 from pipelinerl.domains.shapes import chat_text
-from pipelinerl.domains.single_turn import answer_once
-from pipelinerl.llm import TrainableLLM
-from pipelinerl.rollouts import RolloutResult
+from pipelinerl.domains.single_turn import single_turn
 from pipelinerl.sandbox.protocol import Grade, grader
 
 _WORDS = {"+": "plus", "-": "minus", "*": "times"}
-
-
-def draw_sums(name: str, sizes: tuple[int, int], max_operand: int, seed: int) -> list[dict[str, Any]]:
-    """Return sums of two or three numbers of 0..max_operand with + - *."""
-
-    def draw(rng: random.Random) -> tuple[str, dict[str, Any]]:
-        first, second, third = (rng.randint(0, max_operand) for _ in range(3))
-        operator = rng.choice("+-*")
-        value = {"+": first + second, "-": first - second, "*": first * second}[operator]
-        words = f"{first} {_WORDS[operator]} {second}"
-        has_third = rng.random() < 0.5
-        if has_third:
-            words, value = f"{words}, and then plus {third}", value + third
-        difficulty = 0.5 * has_third + 0.5 * (operator == "*")
-        problem = {"task": f"What is {words}?", "answer": str(value), "difficulty": difficulty}
-        return words, problem
-
-    return draw_problems("math", [name], sizes, seed, draw)
 
 
 # A text with more words than this is a solution, not an answer; fewer for what is called a solution.
@@ -71,10 +49,20 @@ def load_problems(
     """
     optional("math_verify", "math", "math")
 
-    def make(name: str) -> list[dict[str, Any]]:
-        return draw_sums(name, (num_train, num_test), max_operand, seed)
+    def draw(rng: random.Random) -> tuple[str, dict[str, Any]]:
+        """A sum of two or three numbers of 0..max_operand with + - *."""
+        first, second, third = (rng.randint(0, max_operand) for _ in range(3))
+        operator = rng.choice("+-*")
+        value = {"+": first + second, "-": first - second, "*": first * second}[operator]
+        words = f"{first} {_WORDS[operator]} {second}"
+        has_third = rng.random() < 0.5
+        if has_third:
+            words, value = f"{words}, and then plus {third}", value + third
+        difficulty = 0.5 * has_third + 0.5 * (operator == "*")
+        problem = {"task": f"What is {words}?", "answer": str(value), "difficulty": difficulty}
+        return words, problem
 
-    return load_data_sets("math", dataset_names, make, _problem, fields, limit)
+    return load_data_sets("math", dataset_names, draw, (num_train, num_test), seed, _problem, fields, limit)
 
 
 #: What some data sets say of the form of the answer, in other words than ours.
@@ -155,16 +143,4 @@ def validate(problem: dict[str, Any]) -> float:
 SYSTEM_PROMPT = "Please reason step by step, and put your final answer within \\boxed{}."
 
 
-async def generate_math_rollout(
-    cfg: DictConfig, llm: TrainableLLM, problem: dict[str, Any], session: aiohttp.ClientSession
-) -> RolloutResult:
-    """Ask for the final answer in `\\boxed{}` and grade it."""
-    return await answer_once(
-        cfg,
-        llm,
-        problem,
-        session,
-        verify_math,
-        task=problem["task"],
-        system_prompt=SYSTEM_PROMPT,
-    )
+generate_math_rollout = single_turn(verify_math, itemgetter("task"), SYSTEM_PROMPT)

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import aiohttp
 from omegaconf import DictConfig, OmegaConf
 
 from pipelinerl.config.task import RewardsConfig
+from pipelinerl.domains.registry import RolloutFunction
 from pipelinerl.domains.rewards import JudgedAnswer, compute_reward
 from pipelinerl.grading import verify
 from pipelinerl.llm import LLMCall, Prompt, TrainableLLM
@@ -17,6 +18,19 @@ from pipelinerl.llm.client import llm_async_generate, make_training_text
 from pipelinerl.records.completion import is_finished
 from pipelinerl.rollouts import BaseMetrics, RolloutResult, TrainingText
 from pipelinerl.sandbox.protocol import OVER_LIMIT, Grade, GraderFunction
+
+
+def single_turn(
+    grader: GraderFunction, task: Callable[[dict[str, Any]], str], system_prompt: str | None = None
+) -> RolloutFunction:
+    """Return the rollout function of a domain that asks `task(problem)` and grades the answer (see `answer_once`)."""
+
+    async def generate_rollout(
+        cfg: DictConfig, llm: TrainableLLM, problem: dict[str, Any], session: aiohttp.ClientSession
+    ) -> RolloutResult:
+        return await answer_once(cfg, llm, problem, session, grader, task=task(problem), system_prompt=system_prompt)
+
+    return generate_rollout
 
 
 async def answer_once(

@@ -290,7 +290,7 @@ class Trainer:
         """No batch follows: send what was not sent yet. False: asked to stop meanwhile."""
         step = self.state.step
         logger.info("the passes or the success rate that end training are reached: step %d was the last one", step)
-        if not self.config.send_weight_updates or update_is_due(self.context.config, step):
+        if not self.context.config.sends_weights or update_is_due(self.context.config, step):
             return True
         if not self.pauses.before_update(step):
             return False
@@ -331,8 +331,6 @@ class Trainer:
         values = step_metrics(batch, result.metrics, result.grad_norm, result.learning_rate, times)
         self.reporter.step_done(batch, self.state, times.wait_data_s)
         self.reporter.metrics.log(self.state.step, values | peak_memory(self.ranks.device))
-        if self.state.step % self.config.log_each_n_steps:
-            return
         logger.info(
             "step %d: loss %.4g, reward %.3f, ess %.3f, grad norm %.3g, lag %.2f, %d samples in %.2f s (waited %.2f s)",
             self.state.step,
@@ -398,7 +396,7 @@ class Trainer:
         """Keeps the best model by evaluation; None if not asked for, or if nothing new is ever evaluated."""
         context = self.context
         best = best_model_of(context.config, context.run_dir)
-        if best is None or not self.has_servers or not self.config.send_weight_updates:
+        if best is None or not self.has_servers or not context.config.sends_weights:
             return None
         results = None
         if self.ranks.is_first:

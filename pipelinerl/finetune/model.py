@@ -145,15 +145,12 @@ def load_policy(config: RunConfig, device: torch.device, ranks: Ranks | None = N
             )
         if settings.lora.enabled:
             add_adapters(policy, settings.lora, path, one_dtype)
-            if settings.reentrant_checkpointing:
-                # Else no input of a checkpointed layer asks for a gradient, and the adapters get none.
-                language_model.enable_input_require_grads()
         products = "tf32" if policy.tf32 else dtype
         served = str(policy.served_dtype).removeprefix("torch.")
         line = "attention %s, products in %s, parameters in fp32, servers in %s, device %s"
         logger.info(line, attention, products, served, device)
         if settings.gradient_checkpointing:
-            language_model.gradient_checkpointing_enable({"use_reentrant": settings.reentrant_checkpointing})
+            language_model.gradient_checkpointing_enable({"use_reentrant": False})
         if can_compile(policy, config):
             compile_layers(policy, settings.seq_length)
         return policy

@@ -39,7 +39,7 @@ logger = logging.getLogger(__name__)
 def update_is_due(config: RunConfig, step: int, is_last: bool = False) -> bool:
     """Whether the servers get the weights of `step`. From the configuration and the step alone: all ranks agree, and a
     resumed run keeps the rhythm."""
-    return config.finetune.send_weight_updates and (is_last or step % update_interval(config) == 0)
+    return config.sends_weights and (is_last or step % update_interval(config) == 0)
 
 
 def check_checkpoint(backend: Backend, model_path: str) -> None:

@@ -124,7 +124,6 @@ class ServerSettings:
         seed: seed of the server's own randomness; requests carry seeds of their own.
         dtype: default of `--dtype`, used unless `vllm_kwargs` has it.
         fp32_head: compute the logits in fp32.
-        quantization: `--quantization`, if any.
         can_sleep: it shares its GPU and has to be able to leave it.
         trust_remote_code: run code of the model's folder.
         adapter: the base model stays as it is, and updates bring an adapter; None: they bring the whole model.
@@ -138,7 +137,6 @@ class ServerSettings:
     seed: int = 0
     dtype: str | None = None
     fp32_head: bool = False
-    quantization: str | None = None
     can_sleep: bool = False
     trust_remote_code: bool = False
     adapter: AdapterRoom | None = None
@@ -326,8 +324,6 @@ def _defaults(settings: ServerSettings) -> dict[str, object]:
         defaults["trust-remote-code"] = True
     if settings.dtype is not None:
         defaults["dtype"] = settings.dtype
-    if settings.quantization is not None:
-        defaults["quantization"] = settings.quantization
     return defaults
 
 

@@ -63,7 +63,6 @@ def settings_of_job(context: RoleContext) -> ServerSettings:
         seed=config.seed + job.idx,
         dtype="float32" if on_cpu else None,
         fp32_head=config.fp32_lm_head,
-        quantization=config.vllm_config.quantization,
         can_sleep=not on_cpu and config.world.placement == "colocated",
         trust_remote_code=config.finetune.trust_remote_code,
         # Servers of a reference model serve the frozen model alone.

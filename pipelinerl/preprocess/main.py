@@ -69,6 +69,8 @@ ACTOR_INSTANCE = "actor_0"
 TRAINER_INSTANCE = "finetune_0"
 # One batch in training and one that is ready when it ends: more would only grow old in the stream.
 MAX_STEPS_AHEAD = 2
+#: Groups that are queued at once.
+_CHUNK_GROUPS = 2
 
 
 def main(context: RoleContext) -> None:
@@ -122,7 +124,6 @@ class PreprocessLoop:
         config, trainer_ranks = context.config, context.world.num_finetune_ranks
         self._heartbeat = context.heartbeat
         self._deadline_s = config.supervise.progress_timeout_s
-        self._chunk_groups = config.preprocess.chunk_n_groups
         self._step = resume.next_step
         self._digested_offset = resume.actor_offset
         self._view = TrainerView(context.incarnation, resume.next_step, bounded=trainer_ranks > 0)
@@ -169,8 +170,8 @@ class PreprocessLoop:
         with contextlib.suppress(NoRoom):
             while not self._view.is_done and not self._used_up:
                 entries = self._wait()
-                for start in range(0, len(entries), self._chunk_groups):
-                    self._queue(entries[start : start + self._chunk_groups])
+                for start in range(0, len(entries), _CHUNK_GROUPS):
+                    self._queue(entries[start : start + _CHUNK_GROUPS])
                     self._dispatch()
                 self._dispatch()
 

@@ -349,7 +349,7 @@ def _kl_term(inputs: LossInputs, config: RLConfig, coefficient: float) -> _Term:
                 "Set finetune.rl.reference to auto, or set kl_coef to 0"
             )
         return None, {}
-    kl = token_kl(inputs.new_logprobs, inputs.ref_logprobs, config.kl_estimator, config.clamp_log_ratio_ref_new_value)
+    kl = token_kl(inputs.new_logprobs, inputs.ref_logprobs, config.kl_estimator)
     metrics = {"rl/kl_reference": inputs.token_mean(kl)}  #: KL to the reference model per token (with a reference)
     return coefficient * weighted_sum(inputs, kl) if coefficient else None, metrics
 
@@ -409,9 +409,9 @@ def weighted_sum(inputs: LossInputs, per_token: torch.Tensor) -> torch.Tensor:
     return (torch.where(inputs.mask, per_token, torch.zeros_like(per_token)) * inputs.weights).sum()
 
 
-def token_kl(new: torch.Tensor, ref: torch.Tensor, estimator: str = "k3", clamp: float = 5.0) -> torch.Tensor:
-    """KL estimate of every token. Log-ratios are clamped to [-clamp, clamp] (no gradient beyond), so e^r is finite."""
-    r = (ref - new).clamp(-clamp, clamp)
+def token_kl(new: torch.Tensor, ref: torch.Tensor, estimator: str = "k3") -> torch.Tensor:
+    """KL estimate of every token. Log-ratios are clamped to [-5, 5] (no gradient beyond), so e^r is finite."""
+    r = (ref - new).clamp(-5.0, 5.0)
     if estimator == "k1":
         return -r
     if estimator == "k2":

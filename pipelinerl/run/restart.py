@@ -128,7 +128,7 @@ class RestartBudget:
 
     cap: int
     backoff_s: float
-    window_s: float
+    window_s: float = 3600.0
     _times: list[float] = field(default_factory=list)
 
     def used(self, now: float) -> int:
@@ -352,9 +352,7 @@ class ServerKeeper:
 
     def _budget(self) -> RestartBudget:
         config = self._session.config.supervise
-        return RestartBudget(
-            config.max_server_restarts, config.server_restart_backoff_s, config.server_restart_window_s
-        )
+        return RestartBudget(config.max_server_restarts, config.server_restart_backoff_s)
 
     def _retry(self, server: Server, reason: str, now: float) -> bool:
         """Plan another start or try; False if it had as many as it may."""

@@ -99,7 +99,7 @@ def main(context: RoleContext) -> None:
     config, job = context.config, context.job
     app: Any
     if job.kind == "verifier":
-        app = with_health(verifier_app(local_pool(config.verifier), config.verifier.max_queue))
+        app = with_health(verifier_app(local_pool(config.verifier)))
     elif config.environment is not None:
         app = make_app(config.environment)
     else:

@@ -16,9 +16,10 @@ from pipelinerl.sandbox.pool import GamePool, GraderPool
 from pipelinerl.sandbox.protocol import SERVICE_PATH, Failed, GameRequest, GradeRequest, Reply
 
 MAX_BODY_BYTES = 64 << 20
+MAX_QUEUE = 8192
 
 
-def verifier_app(pool: GraderPool, max_queue: int) -> FastAPI:
+def verifier_app(pool: GraderPool, max_queue: int = MAX_QUEUE) -> FastAPI:
     """Return the verifier service.
 
     Args:

@@ -43,7 +43,8 @@ _FIRST_DELAY_S = 0.25
 _LONGEST_DELAY_S = 4.0
 #: How long a service may be away while it is restarted, before the rollout fails.
 RETURN_TIMEOUT_S = 120.0
-_GAME_TIMEOUT_S = 600.0
+#: Longest waits for one answer, queueing included.
+_GRADING_TIMEOUT_S, _GAME_TIMEOUT_S = 300.0, 600.0
 _QUOTED_BYTES = 300
 _decode = msgspec.json.Decoder(Reply).decode
 
@@ -191,7 +192,7 @@ async def open_verifier(config: VerifierConfig, urls: Sequence[str], token: str 
         verifier: Verifier
         if urls:
             session = await stack.enter_async_context(open_session())
-            verifier = RemoteVerifier(Services("verifier", urls, token, session, config.queue_timeout_s))
+            verifier = RemoteVerifier(Services("verifier", urls, token, session, _GRADING_TIMEOUT_S))
         else:
             verifier = await stack.enter_async_context(local_pool(config))
         previous = _verifier.set(verifier)

@@ -18,10 +18,8 @@ from tensorboard.compat.proto.summary_pb2 import Summary
 from tensorboard.plugins.text.summary_v2 import text_pb
 from tensorboard.summary.writer.record_writer import RecordWriter
 
-from pipelinerl.config import RunConfig
 from pipelinerl.config.secrets import redact
 from pipelinerl.records import MetricRecord
-from pipelinerl.rundir.layout import RunDir, read_identity
 from pipelinerl.tracking.sinks import OnwardValues, SinkInputs
 
 #: Readers recognize event files by this part of their names.
@@ -41,7 +39,7 @@ class TensorBoardSink:
     """
 
     def __init__(self, inputs: SinkInputs) -> None:
-        folder = events_folder(inputs.config, inputs.run_dir)
+        folder = inputs.run_dir.root / "tensorboard"
         folder.mkdir(parents=True, exist_ok=True)
         has_history = any(folder.glob(f"{FILE_PREFIX}*"))
         self._onward = OnwardValues(inputs if has_history else replace(inputs, told={}))
@@ -68,13 +66,6 @@ class TensorBoardSink:
 
     def _put(self, step: int, time_s: float, **content: Any) -> None:
         self._writer.write(Event(step=step, wall_time=time_s, **content).SerializeToString())
-
-
-def events_folder(config: RunConfig, run_dir: RunDir) -> Path:
-    """Folder of the run's event files; `tensorboard.folder` holds one subfolder per run."""
-    if config.tensorboard.folder is None:
-        return run_dir.root / "tensorboard"
-    return Path(config.tensorboard.folder).expanduser() / read_identity(run_dir.identity_file).run_id
 
 
 def open_events(folder: Path) -> BinaryIO:

@@ -10,7 +10,7 @@ import socket
 import sys
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 from urllib.parse import urlsplit
 from urllib.request import getproxies
 
@@ -82,29 +82,20 @@ def first_line(config: RunConfig, run_dir: Path) -> str | None:
         return "W&B: off (wandb.mode=disabled); the numbers are in metrics.jsonl"
     if section.mode == "online":
         return None
-    run_id, _ = tracked_run(section, _identity(run_dir))
+    run_id = tracked_run(section, _identity(run_dir))
     runs = f"offline-run-*-{run_id}" if run_id else "offline-run-*"
     # Without the option W&B skips what was uploaded once, though more was written since.
-    return (
-        "W&B: offline; to upload, even during the run: wandb sync --include-synced "
-        f"{_folder(config, run_dir) / 'wandb' / runs}"
-    )
+    return f"W&B: offline; to upload, even during the run: wandb sync --include-synced {run_dir / 'wandb' / runs}"
 
 
-def tracked_run(section: WandbConfig, identity: RunIdentity | None) -> tuple[str | None, str | None]:
-    """Return the id of the W&B run, and what to do if W&B knows it already (None: it picks a new id).
+def tracked_run(section: WandbConfig, identity: RunIdentity | None) -> str | None:
+    """Return the id of the W&B run; None: W&B picks a new one.
 
     Without `wandb.wandb_id` the id follows from the run's, so a resumed run continues its W&B run.
     """
-    if section.wandb_id:
-        return section.wandb_id, section.wandb_resume
-    if identity is None:
-        return None, None
-    run_id = _NOT_IN_IDS.sub("-", identity.run_id)[-_MAX_ID_CHARACTERS:]
-    if section.wandb_resume == "never":
-        return (f"{run_id}-{identity.incarnation}" if identity.incarnation else run_id), "never"
-    # Of a run that is just started W&B knows nothing yet.
-    return run_id, "must" if section.wandb_resume == "must" and identity.incarnation else "allow"
+    if section.wandb_id or identity is None:
+        return section.wandb_id
+    return _NOT_IN_IDS.sub("-", identity.run_id)[-_MAX_ID_CHARACTERS:]
 
 
 def _start(config: RunConfig, run_dir: Path) -> tuple[Any, Any]:
@@ -118,19 +109,16 @@ def _start(config: RunConfig, run_dir: Path) -> tuple[Any, Any]:
         except OSError:
             wandb.teardown()
             raise
-    folder = _folder(config, run_dir)
-    folder.mkdir(parents=True, exist_ok=True)
-    run_id, resume = tracked_run(section, _identity(run_dir))
     run = wandb.init(
         project=section.wandb_project_name,
         entity=section.wandb_entity_name,
-        name=section.wandb_name or _default_name(config, run_dir),
-        id=run_id,
+        name=section.wandb_name or run_dir.name,
+        id=tracked_run(section, _identity(run_dir)),
         group=section.wandb_group,
         tags=list(section.tags),
-        dir=str(folder),
+        dir=str(run_dir),
         mode=section.mode,
-        resume=cast(Any, resume),
+        resume="allow",
         config=redact(config.model_dump(mode="json")),
         # A run may be continued with other values.
         allow_val_change=True,
@@ -147,20 +135,9 @@ def _start(config: RunConfig, run_dir: Path) -> tuple[Any, Any]:
     return run, wandb
 
 
-def _folder(config: RunConfig, run_dir: Path) -> Path:
-    return Path(config.wandb.wandb_dir) if config.wandb.wandb_dir else run_dir
-
-
 def _identity(run_dir: Path) -> RunIdentity | None:
     file = RunDir(run_dir).identity_file
     return read_identity(file) if file.exists() else None
-
-
-def _default_name(config: RunConfig, run_dir: Path) -> str:
-    root = Path(config.wandb.wandb_workspace_root).absolute()
-    if config.wandb.wandb_use_basename or not run_dir.is_relative_to(root):
-        return run_dir.name
-    return str(run_dir.relative_to(root))
 
 
 def _say(text: str) -> None:

@@ -468,8 +468,8 @@ def server_setup(config: RunConfig, shape: ModelShape, on_cpu: bool) -> ServerSe
     offloaded = vllm.option("cpu-offload-gb")[1]
     kv_dtype = str(vllm.option("kv-cache-dtype")[1] or "auto")
     weight_bytes: float = 4 if named in _FP32_NAMES else 2
-    if vllm.quantization:
-        weight_bytes = 1 if "8" in vllm.quantization else 0.5
+    if (quantization := vllm.option("quantization")[1]) is not None:
+        weight_bytes = 1 if "8" in str(quantization) else 0.5
     return ServerSetup(
         shape=shape,
         weight_bytes=weight_bytes,

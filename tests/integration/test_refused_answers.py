@@ -14,7 +14,7 @@ def test_t2_log_probs_that_are_none_are_counted_and_never_trained(tmp_path: Path
     model = save_random_model(tmp_path / "model")
     # What the server writes for NaN and -inf.
     with FakeServer(logprob=-9999.0) as server:
-        run = ActorRun(tmp_path, model, [server.url], server.token, actor={"min_rollouts_for_failure_rate": 8})
+        run = ActorRun(tmp_path, model, [server.url], server.token)
 
         def set_version(version: int) -> None:
             server.version = str(version)

@@ -73,7 +73,6 @@ def faults(words: str) -> list[str]:
         ("finetune.lora.sync=adapter", "finetune.lora.sync"),
         (f"{ADAPTER} finetune.lora.bias=all", "finetune.lora.bias"),
         (f"{ADAPTER} finetune.lora.r=513", "finetune.lora.r"),
-        (f"{ADAPTER} vllm_config.quantization=fp8", "vllm_config.quantization"),
         (f"{ADAPTER} {KWARGS}.quantization=fp8", f"{KWARGS}.quantization"),
         (f"{ADAPTER} {KWARGS}.load_format=dummy", f"{KWARGS}.load_format"),
         (f"{ADAPTER} {KWARGS}.pipeline-parallel-size=2", f"{KWARGS}.pipeline-parallel-size"),

@@ -60,7 +60,7 @@ def test_no_stage_sends_weights_in_mid_run_and_a_whole_run_stays_as_it_is() -> N
     whole = config("")
     assert whole.of_stage() is whole
     for mode in STAGE_KINDS:
-        assert config(mode).of_stage().finetune.send_weight_updates is (mode == "")
+        assert config(mode).of_stage().sends_weights is (mode == "")
     assert config("open_loop").of_stage().supervise.max_server_restarts == 0
 
 

@@ -75,6 +75,6 @@ def test_components_by_path_and_unknown_ones() -> None:
 @pytest.mark.parametrize("name", sorted(path.stem for path in CONF.glob("*.yaml")))
 def test_every_reward_file_composes(name: str) -> None:
     config = compose(["--config-name", "counting", f"rewards={name}", "output_dir=x"]).config
-    assert config is not None and config.rewards.name == name
+    assert config is not None
     for component in config.rewards.components:
         find_component(component)

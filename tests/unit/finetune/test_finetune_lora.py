@@ -212,7 +212,7 @@ def test_the_configuration_turns_adapters_on(kit, tmp_path):
     config = RunConfig(
         output_dir=str(tmp_path),
         model_path=str(folder),
-        finetune=dict(lora=dict(enabled=True), reentrant_checkpointing=True),
+        finetune=dict(lora=dict(enabled=True)),
     )
     policy = load_policy(config, torch.device("cpu"))
     # Seven linear layers in each of the two decoder layers, two matrices each.

@@ -433,7 +433,7 @@ def test_d2_a_damaged_training_state_is_refused(start):
 
 def test_a_whole_run_leaves_model_state_messages_and_metrics(kit, role, tmp_path):
     """As its process runs it: real streams and run directory, no servers."""
-    context = role(max_train_steps=3, send_weight_updates=False, save_checkpoint_steps=2)
+    context = role(max_train_steps=3, debug={"mode": "open_loop"}, save_checkpoint_steps=2)
 
     def read(topic, kind):
         return [entry.record for entry in context.streams.reader(topic, "finetune_0", kind).read(1.0)]
@@ -468,7 +468,7 @@ def test_a_value_head_is_trained_and_saved_beside_the_model(kit, role, tmp_path)
     context = role(
         rl=dict(advantage_estimator="gae", value_loss_coef=0.5, critic_learning_rate=0.1),
         max_train_steps=1,
-        send_weight_updates=False,
+        debug={"mode": "open_loop"},
     )
     write_batches(kit, context, (1,))
     run_trainer(context, {})

@@ -77,7 +77,7 @@ def test_nothing_is_refused_where_another_vllm_is_installed(monkeypatch: pytest.
 
 def test_no_option_is_given_twice() -> None:
     """vLLM warns of it at every start, also where it takes all values."""
-    changes = dict(dtype="bfloat16", quantization="fp8", fp32_head=True, can_sleep=True, trust_remote_code=True)
+    changes = dict(dtype="bfloat16", fp32_head=True, can_sleep=True, trust_remote_code=True)
     argv = options(**changes, vllm_kwargs={"dtype": "float16", "seed": 3, "hf_overrides": {"a": 1}})
     names = [word for word in argv if word.startswith("--")]
     assert len(names) == len(set(names)) > 10

@@ -12,7 +12,7 @@ import pytest
 
 from pipelinerl.config import RunConfig
 from pipelinerl.records import EvaluationResult, MetricRecord, TrainerMessage, WeightUpdateSuccess
-from pipelinerl.rundir.layout import RunDir, RunIdentity, write_identity
+from pipelinerl.rundir.layout import RunDir
 from pipelinerl.streams.hub import StreamHub
 from pipelinerl.tracking.collector import Collector
 from pipelinerl.tracking.sinks import SinkInputs
@@ -100,20 +100,12 @@ def test_event_files_that_are_asked_for_at_a_resume_have_the_whole_history(tmp_p
     assert points(tmp_path, "finetune/loss") == [(step, step / 4) for step in range(1, 4)]
 
 
-def test_a_folder_of_the_users_is_for_many_runs(tmp_path: Path) -> None:
-    run_dir = RunDir(tmp_path / "run")
-    assert tensorboard_sink.events_folder(config(), run_dir) == tmp_path / "run" / "tensorboard"
-    write_identity(run_dir.identity_file, RunIdentity(run_id="run-1a2b", incarnation=0))
-    shared = config(tensorboard={"folder": str(tmp_path / "all")})
-    assert tensorboard_sink.events_folder(shared, run_dir) == tmp_path / "all" / "run-1a2b"
-
-
-def play(tmp_path: Path, tensorboard: dict[str, Any]) -> None:
+def play(tmp_path: Path) -> None:
     """One run with an evaluation, a weight update and a step, from its streams to its sinks."""
     job = Job("finetune", "finetune_0", 0, 0, 0, "127.0.0.1", [], None, None, None, 1)
     actor = Job("actor", "actor_0", 0, 0, 0, "127.0.0.1", [], None, None, None, 1)
     world = WorldMap([actor, job], "cpu", 1, "127.0.0.1", 1)
-    settings = config(tensorboard={"enabled": True, **tensorboard})
+    settings = config(tensorboard={"enabled": True})
     hub = StreamHub(settings.streams, RunDir(tmp_path), "r")
     collector = Collector(hub, world, RunDir(tmp_path), settings)
     collector.start()
@@ -134,7 +126,7 @@ def play(tmp_path: Path, tensorboard: dict[str, Any]) -> None:
 
 
 def test_from_streams_to_event_files(tmp_path: Path) -> None:
-    play(tmp_path, {})
+    play(tmp_path)
     folder = tmp_path
     assert points(folder, "finetune/loss") == [(7, 0.125)]
     assert points(folder, "weight_update/total_s") == [(7, 0.5)]
@@ -143,35 +135,27 @@ def test_from_streams_to_event_files(tmp_path: Path) -> None:
     assert "weight_updates: 1" in text(folder, "run/summary")
 
 
-def _a_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
+def _a_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "tensorboard").write_text("")
-    return {}
 
 
-def _no_identity(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
-    return {"folder": str(tmp_path / "all")}
-
-
-def _full_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
+def _full_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def open_full(folder: Path) -> BinaryIO:
         return Path("/dev/full").open("wb")
 
     monkeypatch.setattr(tensorboard_sink, "open_events", open_full)
-    return {}
 
 
-@pytest.mark.parametrize(
-    ("damage", "words"),
-    [(_a_file, "File exists"), (_no_identity, "conf/run.json is missing"), (_full_disk, "No space left on device")],
-)
+@pytest.mark.parametrize(("damage", "words"), [(_a_file, "File exists"), (_full_disk, "No space left on device")])
 def test_o1_a_folder_that_cannot_be_written_is_one_warning(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
-    damage: Callable[[Path, pytest.MonkeyPatch], dict[str, Any]],
+    damage: Callable[[Path, pytest.MonkeyPatch], None],
     words: str,
 ) -> None:
     with caplog.at_level(logging.WARNING):
-        play(tmp_path, damage(tmp_path, monkeypatch))
+        damage(tmp_path, monkeypatch)
+        play(tmp_path)
     warnings = [record.getMessage() for record in caplog.records if "TensorBoard" in record.getMessage()]
     assert len(warnings) == 1 and words in warnings[0]

@@ -95,7 +95,7 @@ def one_gpu(shape: ModelShape, gpu_gib: int = 80, **changes: Any) -> WorldMap:
 
 OFFLOAD = {"type": "deepspeed", "config": "deepspeed_stage2_bf16_offload"}
 LORA = {"lora": {"enabled": True}}
-QUANTIZED = {"quantization": "fp8", "vllm_kwargs": {"max_model_len": 10000}}
+QUANTIZED = {"vllm_kwargs": {"quantization": "fp8", "max_model_len": 10000}}
 
 
 @pytest.mark.parametrize(
@@ -113,7 +113,7 @@ def test_what_fits_next_to_a_trainer_is_not_refused(name: str, changes: dict[str
     config = RunConfig.model_validate({"output_dir": "x", **changes})
     (server,) = world.jobs_of("actor_llm")
     assert server.cache_bytes is not None and server.cache_bytes >= 10000 * shape.kv_bytes()
-    weights = shape.parameters * (1 if config.vllm_config.quantization else 2)
+    weights = shape.parameters * (1 if config.vllm_config.option("quantization")[1] else 2)
     rank = trainer_memory(trainer_setup(config, shape, 1, False)).total
     assert 0.7 * 80 * GIB < weights + server.cache_bytes + rank < 80 * GIB
     assert len(world.notes) == notes
