@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
 _STREAM_IS_QUEUE = "the stream is the queue"
 _STREAM_NAMES = "the names of the streams are fixed"
 _NO_SHARED_MEMORY = "records travel in streams, not in shared memory"
@@ -99,6 +102,7 @@ RENAMED: dict[str, str] = {
     "finetune.seed": "seed",
     "finetune.rl.temperature": "llm.parameters.temperature",
     "finetune.rl.algo": "finetune.rl.policy_loss",
+    "finetune.critic_learning_rate": "finetune.rl.critic_learning_rate",
     "actor.threads_per_llm": "actor.llm_max_rollouts",
     "actor.max_rollout_retries": "actor.max_retries",
     "actor.ifeval_partial_credit": "custom.partial_score",
@@ -119,47 +123,73 @@ RENAMED: dict[str, str] = {
     },
 }
 
-#: Keys that ask for what is not there: the one value that asks for nothing, and what to do otherwise.
-UNSUPPORTED: dict[str, tuple[object, str]] = {
-    "finetune.seq_parallel": (1, "use gradient checkpointing, or ZeRO-3"),
-    "finetune.lora.base_model_8bit": (False, "the servers sample from unquantized weights"),
-    "finetune.lora.base_model_4bit": (False, "the servers sample from unquantized weights"),
-    "finetune.optim": ("adamw_torch", "AdamW is the only optimizer"),
-    "finetune.objective": ("rl", "reinforcement learning is the only objective"),
-    "finetune.rl.clamp_log_ratio_ref_new_value": (5, "log ratios in KL are clamped to 5"),
-    "finetune.rl.aggregate_loss": ("sum", "finetune.rl.aggregation names the denominator"),
-    "llm.parameters.top_p": (1, "truncated sampling would bias the policy: set test_llm.parameters.top_p"),
-    "llm.parameters.top_k": (-1, "truncated sampling would bias the policy: set test_llm.parameters.top_k"),
-    "test_llm.chat_template_kwargs": ({}, "llm.chat_template_kwargs holds in evaluations too"),
-    "world.replicas": (1, "one actor serves all servers: set world.num_actor_llms and actor.rollout_workers"),
-    "debug.use_existing_llms": (False, "a run starts its own servers"),
-    "environments": ([], "a run has one environment: set environment"),
-    "actor.domain_mix": ({}, "dataset_loader_params.domains of pipelinerl.domains.multi has the weights"),
-    "actor.domain_rollouts": ({}, "dataset_loader_params.domains of pipelinerl.domains.multi names the tasks"),
-    "use_fast_llm": (False, "there is one trainer: set finetune"),
-    "fast_llm": ({}, "there is one trainer: set finetune"),
-    "finetune.rl.epsilon": (None, "set finetune.rl.epsilon_low and finetune.rl.epsilon_high"),
-    "finetune.rl.group_normalization": (None, "set finetune.rl.aggregation=group"),
-    "streams.host": (None, "set streams.url=redis://HOST:PORT/0"),
-    "streams.port": (None, "set streams.url=redis://HOST:PORT/0"),
+
+class Values(NamedTuple):
+    """What the values of a key are here: key and value, or None for one that asks for nothing. `otherwise` says what to
+    do about other values; empty: the key is in `RENAMED` too."""
+
+    here: Mapping[Any, tuple[str, Any] | None]
+    otherwise: str = ""
+
+
+def _switch(asks_for_nothing: bool, key: str, value: str, otherwise: str = "write true or false") -> Values:
+    return Values({asks_for_nothing: None, not asks_for_nothing: (key, value)}, otherwise)
+
+
+_RL = "finetune.rl"
+_NO_TRUNCATION = "truncated sampling would bias the policy: set test_llm.parameters"
+_ONE_TRAINER = "there is one trainer: set finetune"
+#: Keys whose values are keys here, or ask for what is not there.
+VALUES: dict[str, Values] = {
+    "finetune.load_as_bf16": _switch(True, "finetune.dtype", "fp32"),
+    "finetune.use_flash_attention": _switch(True, "finetune.attn_implementation", "segments"),
+    "finetune.send_weight_updates": _switch(True, "debug.mode", "open_loop"),
+    "weight_broadcast": _switch(True, "debug.mode", "open_loop"),
+    "wandb.use_wandb": _switch(True, "wandb.mode", "disabled"),
+    "finetune.use_wandb": _switch(True, "wandb.mode", "disabled"),
+    "finetune.rl.use_advantages": _switch(True, f"{_RL}.advantage_estimator", "reinforce"),
+    "finetune.rl.group_normalization": _switch(False, f"{_RL}.aggregation", "group"),
+    "finetune.rl.aggregate_loss": Values(
+        {"sum": None, "mean": (f"{_RL}.aggregation", "sample_mean")}, f"{_RL}.aggregation names the denominator"
+    ),
+    "finetune.model_class": Values(
+        {
+            "causal-language-modeling": None,
+            "causal-language-modeling-with-value-head": (f"{_RL}.advantage_estimator", "gae"),
+        },
+        "only causal language models can be trained",
+    ),
+    "vllm_config.quantization": Values({"bf16_last_layer_fp32": ("fp32_lm_head", True)}),
+    "actor.task_prompt": Values({"": None}),
+    "finetune.seq_parallel": Values({1: None}, "use gradient checkpointing, or ZeRO-3"),
+    "finetune.lora.base_model_8bit": Values({False: None}, "the servers sample from unquantized weights"),
+    "finetune.lora.base_model_4bit": Values({False: None}, "the servers sample from unquantized weights"),
+    "finetune.optim": Values({"adamw_torch": None}, "AdamW is the only optimizer"),
+    "finetune.objective": Values({"rl": None}, "reinforcement learning is the only objective"),
+    "finetune.rl.clamp_log_ratio_ref_new_value": Values({5: None}, "log ratios in KL are clamped to 5"),
+    "llm.parameters.top_p": Values({1: None}, f"{_NO_TRUNCATION}.top_p"),
+    "llm.parameters.top_k": Values({-1: None}, f"{_NO_TRUNCATION}.top_k"),
+    "test_llm.chat_template_kwargs": Values({}, "llm.chat_template_kwargs holds in evaluations too"),
+    "world.replicas": Values(
+        {1: None}, "one actor serves all servers: set world.num_actor_llms and actor.rollout_workers"
+    ),
+    "debug.use_existing_llms": Values({False: None}, "a run starts its own servers"),
+    "environments": Values({}, "a run has one environment: set environment"),
+    "actor.domain_mix": Values({}, "dataset_loader_params.domains of pipelinerl.domains.multi has the weights"),
+    "actor.domain_rollouts": Values({}, "dataset_loader_params.domains of pipelinerl.domains.multi names the tasks"),
+    "use_fast_llm": Values({False: None}, _ONE_TRAINER),
+    "fast_llm": Values({}, _ONE_TRAINER),
 }
 
-
-#: Keys that `convert` rewrites together with others: what to write now.
+#: Keys that `convert` rewrites together: what to write now.
 REWRITTEN: dict[str, str] = {
     "use_deepspeed": "backend=deepspeed or backend=plain",
     "deepspeed_config": "backend.config, with backend=deepspeed",
     "use_fsdp": "backend=fsdp",
     "fsdp": "backend.param_dtype and backend.reduce_dtype, with backend=fsdp",
-    "finetune.model_class": "finetune.rl.advantage_estimator=gae for a value head; else leave it out",
-    "finetune.load_as_bf16": "finetune.dtype",
-    "finetune.send_weight_updates": "debug.mode=open_loop for servers that keep their first weights",
-    "weight_broadcast": "debug.mode=open_loop for servers that keep their first weights",
-    "finetune.use_flash_attention": "finetune.attn_implementation",
-    "finetune.critic_learning_rate": "finetune.rl.critic_learning_rate",
-    "wandb.use_wandb": "wandb.mode=disabled for no W&B, offline or online otherwise",
-    "finetune.use_wandb": "wandb.mode=disabled for no W&B, offline or online otherwise",
-    "finetune.rl.use_advantages": "finetune.rl.advantage_estimator=reinforce for plain rewards",
+    "finetune.rl.epsilon": "finetune.rl.epsilon_low and finetune.rl.epsilon_high",
+    "streams.host": "streams.url=redis://HOST:PORT/0",
+    "streams.port": "streams.url=redis://HOST:PORT/0",
 }
 
 #: Functions of PipelineRL's own tasks that are somewhere else here.
@@ -314,12 +344,13 @@ def fate_of(key: str) -> str | None:
     parts = key.split(".")
     for length in range(len(parts), 0, -1):
         name = ".".join(parts[:length])
-        if name in RENAMED:
-            return f"It is {RENAMED[name]} now."
         if name in REWRITTEN:
             return f"Set {REWRITTEN[name]}."
+        if name in VALUES and (VALUES[name].otherwise or name not in RENAMED):
+            here = [f"{key}={new}" for key, new in filter(None, VALUES[name].here.values())]
+            return f"Set {here[0]}." if here else f"It is not supported: {VALUES[name].otherwise}."
+        if name in RENAMED:
+            return f"It is {RENAMED[name]} now."
         if name in DROPPED:
             return f"It is gone: {DROPPED[name]}."
-        if name in UNSUPPORTED:
-            return f"It is not supported: {UNSUPPORTED[name][1]}."
     return None

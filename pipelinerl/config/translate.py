@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Hashable, Iterator, Mapping
 from typing import Any
 
 from pipelinerl.config.faults import nearest_key
@@ -18,7 +18,7 @@ from pipelinerl.config.former_keys import (
     LOADER_ARGUMENTS,
     MOVED,
     RENAMED,
-    UNSUPPORTED,
+    VALUES,
 )
 from pipelinerl.config.keys import is_known, known_keys, value_at
 from pipelinerl.config.run import LIKE_TRAINING
@@ -52,30 +52,42 @@ class Conversion:
 
     def run(self) -> dict[str, Any]:
         """The translated data."""
-        self.data = _with_absolute_references(self.data)
-        for rewrite in (self._backend, self._trainer, self._algorithm, self._streams, self._wandb, self._task):
+        self.data = _mapped(self.data, _absolute)
+        if self._get(f"{_RL}.use_advantages") is False:
+            self._take(f"{_RL}.advantage_estimator")
+        for rewrite in (self._backend, self._streams, self._task, self._evaluation):
             rewrite()
-        self._evaluation()
+        for key in VALUES:
+            self._translate_value(key)
         for key, new in RENAMED.items():
             self._rename(key, new)
         for key, reason in DROPPED.items():
             if self._take(key) is not _ABSENT:
                 self.say("dropped", key, reason)
-        for key, (harmless, reason) in UNSUPPORTED.items():
-            value = self._take(key)
-            if value is _ABSENT:
-                continue
-            if value in (harmless, None):
-                self.say("dropped", key, "it asks for nothing")
-            else:
-                self.fail(key, f"{value!r} is not supported: {reason}")
+        self._clip_range()
         self._samples_to_steps()
         self._lengths()
         self._drop_foreign_keys()
         self._drop_unknown_keys()
-        self.data = _with_new_references(self.data)
+        self.data = _mapped(self.data, _renamed)
         self._check_references(self.data)
         return self.data
+
+    def _translate_value(self, key: str) -> None:
+        value, known = self._get(key), VALUES[key]
+        if value is _ABSENT:
+            return
+        new = known.here.get(value, _ABSENT) if isinstance(value, Hashable) else _ABSENT
+        if new is _ABSENT and value is not None and value not in ([], {}):
+            if known.otherwise:
+                self._take(key)
+                self.fail(key, f"{value!r} is not supported: {known.otherwise}")
+            return
+        self._take(key)
+        if new in (_ABSENT, None):
+            self.say("dropped", key, "it asks for nothing")
+        else:
+            self._replace(f"{key}={value}", *new)
 
     def _backend(self) -> None:
         deepspeed, config = self._take("use_deepspeed"), self._take("deepspeed_config")
@@ -92,41 +104,16 @@ class Conversion:
             self._set("backend", backend)
             self.say("changed", "use_deepspeed, deepspeed_config, use_fsdp, fsdp", f"now backend: {backend}")
 
-    def _trainer(self) -> None:
-        model_class = self._take("finetune.model_class")
-        if model_class not in (_ABSENT, None):
-            if not str(model_class).startswith("causal-language-modeling"):
-                self.fail("finetune.model_class", f"{model_class!r} is not supported: only causal language models are")
-            elif str(model_class).endswith("value-head"):
-                self._replace("finetune.model_class", f"{_RL}.advantage_estimator", "gae")
-            else:
-                self.say("dropped", "finetune.model_class", f"{_RL}.advantage_estimator=gae brings the value head")
-        self._flag("finetune.load_as_bf16", True, "finetune.dtype", "fp32")
-        self._flag("finetune.use_flash_attention", True, "finetune.attn_implementation", "segments")
-        for key in ("finetune.send_weight_updates", "weight_broadcast"):
-            self._flag(key, True, "debug.mode", "open_loop")
-        self._rename("finetune.critic_learning_rate", f"{_RL}.critic_learning_rate")
-        if self._get("vllm_config.quantization") == "bf16_last_layer_fp32":
-            self._take("vllm_config.quantization")
-            self._replace("vllm_config.quantization=bf16_last_layer_fp32", "fp32_lm_head", True)
-
-    def _algorithm(self) -> None:
-        if self._get(f"{_RL}.use_advantages") is False:
-            self._take(f"{_RL}.advantage_estimator")
-        self._flag(f"{_RL}.use_advantages", True, f"{_RL}.advantage_estimator", "reinforce")
-        self._rename(f"{_RL}.algo", f"{_RL}.policy_loss")
+    def _clip_range(self) -> None:
+        """One epsilon was both bounds, and the upper one also the bound of REINFORCE's weights."""
         epsilon = self._take(f"{_RL}.epsilon")
-        if isinstance(epsilon, int | float):
+        if epsilon not in (_ABSENT, None):
             for name in ("epsilon_low", "epsilon_high"):
                 self._replace(f"{_RL}.epsilon", f"{_RL}.{name}", epsilon)
         high = self._get(f"{_RL}.epsilon_high")
         if self._value(f"{_RL}.policy_loss") == "reinforce" and isinstance(high, int | float):
             self._take(f"{_RL}.epsilon_high")
             self._replace(f"{_RL}.epsilon_high", f"{_RL}.clamp", round(1 + high, 9))
-        self._flag(f"{_RL}.group_normalization", False, f"{_RL}.aggregation", "group")
-        if self._get(f"{_RL}.aggregate_loss") == "mean":
-            self._take(f"{_RL}.aggregate_loss")
-            self._replace(f"{_RL}.aggregate_loss=mean", f"{_RL}.aggregation", "sample_mean")
 
     def _streams(self) -> None:
         host, port = self._take("streams.host"), self._take("streams.port")
@@ -135,14 +122,6 @@ class Conversion:
             self._replace("streams.host, streams.port", "streams.url", f"redis://{host}:{port}/0")
         elif port is not _ABSENT:
             self.say("dropped", "streams.port", "the launcher chooses a free one for its server")
-
-    def _wandb(self) -> None:
-        for key in ("wandb.use_wandb", "finetune.use_wandb"):
-            value = self._take(key)
-            if value is False:
-                self._replace(key, "wandb.mode", "disabled")
-            elif value is not _ABSENT:
-                self.say("dropped", key, "wandb.mode says it: offline (default), online or disabled")
 
     def _task(self) -> None:
         """Functions of built-in tasks, their data sets, and what serves their graders."""
@@ -161,9 +140,6 @@ class Conversion:
             self._rename("max_tests_per_problem", "dataset_loader_params.max_tests")
         elif self._take("max_tests_per_problem") is not _ABSENT:
             self.say("dropped", "max_tests_per_problem", "only the task coding has such a limit")
-        if self._get("actor.task_prompt") == "":
-            self._take("actor.task_prompt")
-            self.say("dropped", "actor.task_prompt", "it is empty")
         services = self._get("environments")
         if isinstance(services, list) and services:
             foreign = [each for each in services if value_at(each, "_target_") not in GRADING_SERVICES]
@@ -304,14 +280,6 @@ class Conversion:
         if value is not _ABSENT:
             self._replace(key, new, value)
 
-    def _flag(self, key: str, harmless: bool, new: str, value: Any) -> None:
-        """A switch that is a value of another key now; its harmless position asks for nothing."""
-        given = self._take(key)
-        if given is harmless:
-            self.say("dropped", key, "it asks for nothing")
-        elif given is not _ABSENT:
-            self._replace(f"{key}={str(given).lower()}", new, value)
-
     def _replace(self, key: str, new: str, value: Any) -> None:
         old = self._get(new)
         if value == f"${{{new}}}" or (isinstance(value, str) and value.startswith("${") and old is not _ABSENT):
@@ -375,25 +343,22 @@ def _leaves(data: dict[str, Any], prefix: str = "") -> Iterator[str]:
             yield name
 
 
-def _with_absolute_references(value: Any, place: tuple[str, ...] = ()) -> Any:
+def _mapped(value: Any, change: Callable[[str, tuple[str, ...]], str], place: tuple[str, ...] = ()) -> Any:
+    """`value` with `change(text, place)` in place of every text in it."""
+    if isinstance(value, dict):
+        return {key: _mapped(item, change, (*place, str(key))) for key, item in value.items()}
+    if isinstance(value, list):
+        return [_mapped(item, change, (*place, str(index))) for index, item in enumerate(value)]
+    return change(value, place) if isinstance(value, str) else value
+
+
+def _absolute(text: str, place: tuple[str, ...]) -> str:
     """Interpolations relative to their place name keys from the root; one dot is the section that the key is in."""
-    if isinstance(value, dict):
-        return {key: _with_absolute_references(item, (*place, str(key))) for key, item in value.items()}
-    if isinstance(value, list):
-        return [_with_absolute_references(item, (*place, str(index))) for index, item in enumerate(value)]
-    if isinstance(value, str):
-        return _REFERENCE.sub(
-            lambda found: f"${{{'.'.join((*place[: -len(found[1])], found[2]))}}}" if found[1] else found[0], value
-        )
-    return value
+    return _REFERENCE.sub(
+        lambda found: f"${{{'.'.join((*place[: -len(found[1])], found[2]))}}}" if found[1] else found[0], text
+    )
 
 
-def _with_new_references(value: Any) -> Any:
+def _renamed(text: str, place: tuple[str, ...]) -> str:
     """Interpolations of renamed keys name the new ones."""
-    if isinstance(value, dict):
-        return {key: _with_new_references(item) for key, item in value.items()}
-    if isinstance(value, list):
-        return [_with_new_references(item) for item in value]
-    if isinstance(value, str):
-        return _REFERENCE.sub(lambda found: f"${{{RENAMED.get(found[2], found[2])}}}", value)
-    return value
+    return _REFERENCE.sub(lambda found: f"${{{RENAMED.get(found[2], found[2])}}}", text)

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from pipelinerl.config.compose import compose
-from pipelinerl.config.former_keys import DROPPED, RENAMED, REWRITTEN, UNSUPPORTED
+from pipelinerl.config.former_keys import DROPPED, RENAMED, REWRITTEN, VALUES
 from pipelinerl.config.key_table import GROUPS, help_text, renew
 from pipelinerl.config.keys import is_known, known_keys
 from pipelinerl.errors import ConfigError
@@ -57,7 +57,7 @@ def test_help_of_a_section_has_all_of_its_keys() -> None:
 
 
 def test_keys_of_pipelinerl_that_are_gone_are_unknown_with_a_word_on_their_fate() -> None:
-    gone = [key for key in (*DROPPED, *RENAMED, *UNSUPPORTED, *REWRITTEN) if not key.startswith("hydra")]
+    gone = [key for key in (*DROPPED, *RENAMED, *VALUES, *REWRITTEN) if not key.startswith("hydra")]
     names = {key.name for key in known_keys()}
     assert not set(gone) & names and all(is_known(key) for key in RENAMED.values())
     with pytest.raises(ConfigError) as caught:
