@@ -89,15 +89,21 @@ def chooser_of(section: str) -> str | None:
     return None if choice is None or choice.flat else f"{section}.{choice.key}"
 
 
+def key_named(name: str) -> Key:
+    """A known key."""
+    (found,) = [each for each in known_keys() if each.name == name]
+    return found
+
+
 def default_of(key: str) -> Any:
     """The default of a known key without conditions; a required key has none and gives None."""
-    (found,) = [each for each in known_keys() if each.name == key]
-    return None if found.field.is_required() else found.field.get_default(call_default_factory=True)
+    field = key_named(key).field
+    return None if field.is_required() else field.get_default(call_default_factory=True)
 
 
 def values_of(key: str) -> list[str]:
     """The names that a key accepts: those of its types (dotted paths left out), or of its `Literal`."""
-    (found,) = [each for each in known_keys() if each.name == key]
+    found = key_named(key)
     names = get_args(found.field.annotation) if found.choice is None else found.choice
     return [str(name) for name in names if name != DOTTED]
 

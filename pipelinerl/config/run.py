@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field, field_validator, model_validator
 
@@ -40,6 +40,7 @@ from pipelinerl.config.task import (
 class PipelineSchedule(Section):
     """Sampling and training overlap; weights reach sequences in flight."""
 
+    steps_per_generation: ClassVar[int] = 1
     schedule: Literal["pipeline"] = Field(
         default="pipeline",
         description="pipeline: weights reach sequences in flight; concurrent: running rollouts end before an update; "
@@ -69,6 +70,8 @@ class ConventionalSchedule(Section):
     """Generate a round, train on it, generate the next one."""
 
     schedule: Literal["conventional"] = "conventional"
+    adaptive_lag: ClassVar[bool] = False
+    pop_old_data: ClassVar[bool] = False
     steps_per_generation: int = Field(
         default=1, ge=1, description="optimizer steps per generated round; the lag is 0 to one version less"
     )
@@ -216,17 +219,17 @@ class RunConfig(FlatSection):
     @property
     def adaptive_lag(self) -> bool:
         """Whether generation runs ahead less than `max_lag` where the trainer does not wait for it."""
-        return not isinstance(self.pacing, ConventionalSchedule) and self.pacing.adaptive_lag
+        return self.pacing.adaptive_lag
 
     @property
     def pop_old_data(self) -> bool:
         """Whether the oldest ready batches are dropped when training is slow."""
-        return not isinstance(self.pacing, ConventionalSchedule) and self.pacing.pop_old_data
+        return self.pacing.pop_old_data
 
     @property
     def steps_per_generation(self) -> int:
         """Optimizer steps per round; 1 where there are no rounds."""
-        return self.pacing.steps_per_generation if isinstance(self.pacing, ConventionalSchedule) else 1
+        return self.pacing.steps_per_generation
 
     @property
     def has_reference_pool(self) -> bool:

@@ -20,7 +20,7 @@ from pipelinerl.config.former_keys import (
     RENAMED,
     VALUES,
 )
-from pipelinerl.config.keys import is_known, known_keys, value_at
+from pipelinerl.config.keys import default_of, is_known, known_keys, value_at, values_of
 from pipelinerl.config.run import LIKE_TRAINING
 from pipelinerl.config.section import DOTTED
 
@@ -84,10 +84,10 @@ class Conversion:
                 self.fail(key, f"{value!r} is not supported: {known.otherwise}")
             return
         self._take(key)
-        if new in (_ABSENT, None):
-            self.say("dropped", key, "it asks for nothing")
-        else:
+        if isinstance(new, tuple):
             self._replace(f"{key}={value}", *new)
+        else:
+            self.say("dropped", key, "it asks for nothing")
 
     def _backend(self) -> None:
         deepspeed, config = self._take("use_deepspeed"), self._take("deepspeed_config")
@@ -257,9 +257,8 @@ class Conversion:
         for key in known_keys():
             if not key.chooser:
                 continue
-            (chooser,) = [each for each in known_keys() if each.name == key.chooser]
             chosen = self._value(key.chooser)
-            tag = chosen if chosen in (chooser.choice or {}) else DOTTED
+            tag = chosen if chosen in values_of(key.chooser) else DOTTED
             if tag in key.owners:
                 continue
             if self._take(key.name) not in (_ABSENT, None):
@@ -307,8 +306,7 @@ class Conversion:
                 return value
         if default is not _ABSENT:
             return default
-        (known,) = [each for each in known_keys() if each.name == key]
-        return known.field.get_default(call_default_factory=True)
+        return default_of(key)
 
     def _set(self, key: str, value: Any) -> None:
         section = self.data

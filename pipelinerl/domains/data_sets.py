@@ -74,11 +74,6 @@ class DataSet(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
         """Whether the domain makes it."""
         return not self.path
 
-    @property
-    def is_remote(self) -> bool:
-        """Whether reading it may take the network."""
-        return bool(self.path) and _local(self.path) is None
-
 
 def data_set(given: Any, domain: str, known: Mapping[str, Any] | None = None, made: Sequence[str] = ()) -> DataSet:
     """Return the data set that a user named.

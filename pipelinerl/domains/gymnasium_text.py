@@ -6,16 +6,11 @@ import importlib
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-import aiohttp
-from omegaconf import DictConfig
-
 from pipelinerl.domains.answers import tagged_answer, whole_number
 from pipelinerl.domains.data import check_names, optional
-from pipelinerl.domains.text_game import play, seeded_problems
+from pipelinerl.domains.text_game import game_rollout, seeded_problems
 from pipelinerl.errors import DomainError
-from pipelinerl.llm import TrainableLLM
 from pipelinerl.llm.tokens import after_thinking
-from pipelinerl.rollouts import RolloutResult
 from pipelinerl.sandbox.protocol import GameStep, text_game
 
 
@@ -147,8 +142,4 @@ class GymnasiumGame:
         return number if number is not None and 0 <= number < self._num_actions else None
 
 
-async def generate_gymnasium_text_rollout(
-    cfg: DictConfig, llm: TrainableLLM, problem: dict[str, Any], session: aiohttp.ClientSession
-) -> RolloutResult:
-    """Play one episode; the reward is the sum over its steps."""
-    return await play(cfg, llm, problem, session, GymnasiumGame)
+generate_gymnasium_text_rollout = game_rollout(GymnasiumGame)

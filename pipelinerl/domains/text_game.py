@@ -12,6 +12,7 @@ from typing import Any
 import aiohttp
 from omegaconf import DictConfig
 
+from pipelinerl.domains.registry import RolloutFunction
 from pipelinerl.errors import RolloutError
 from pipelinerl.llm import TrainableLLM
 from pipelinerl.rollouts import BaseMetrics, RolloutResult
@@ -19,6 +20,17 @@ from pipelinerl.sandbox.protocol import GameStep, TextGame, as_step, error_of, l
 from pipelinerl.sandbox.services import RemoteGame, current_environments
 
 __all__ = ["GameStep", "TextGame", "play", "seeded_problems", "text_game"]
+
+
+def game_rollout(game_class: type) -> RolloutFunction:
+    """Return the rollout function of a domain whose problems are played as `game_class` (see `play`)."""
+
+    async def generate_rollout(
+        cfg: DictConfig, llm: TrainableLLM, problem: dict[str, Any], session: aiohttp.ClientSession
+    ) -> RolloutResult:
+        return await play(cfg, llm, problem, session, game_class)
+
+    return generate_rollout
 
 
 async def play(

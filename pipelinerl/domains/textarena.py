@@ -5,15 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-import aiohttp
-from omegaconf import DictConfig
-
 from pipelinerl.domains.data import check_names, optional
-from pipelinerl.domains.text_game import play, seeded_problems
+from pipelinerl.domains.text_game import game_rollout, seeded_problems
 from pipelinerl.errors import DomainError
-from pipelinerl.llm import TrainableLLM
 from pipelinerl.llm.tokens import after_thinking
-from pipelinerl.rollouts import RolloutResult
 from pipelinerl.sandbox.protocol import GameStep, text_game
 
 
@@ -94,8 +89,4 @@ class TextArenaGame:
         return news.strip()
 
 
-async def generate_textarena_rollout(
-    cfg: DictConfig, llm: TrainableLLM, problem: dict[str, Any], session: aiohttp.ClientSession
-) -> RolloutResult:
-    """Play one match; the reward is the one at its end."""
-    return await play(cfg, llm, problem, session, TextArenaGame)
+generate_textarena_rollout = game_rollout(TextArenaGame)

@@ -142,8 +142,8 @@ def measure(
     rng = np.random.default_rng(seed)
     answers, openings = draw_games(rng, settings.evaluation_games, settings.high, settings.opening_guesses)
     generator = torch.Generator().manual_seed(seed)
-    played = play_games(model, encoder, answers, openings, max_turns=settings.max_turns, generator=generator)
-    return float(played.success.mean()), float(played.wrong_output.mean())
+    success, wrong = play_games(model, encoder, answers, openings, max_turns=settings.max_turns, generator=generator)
+    return float(success.mean()), float(wrong.mean())
 
 
 def _schedule(step: int, done: float) -> float:
@@ -265,25 +265,6 @@ def draw_games(rng: np.random.Generator, games: int, high: int, opening_guesses:
     return order[:, 0], order[:, 1:]
 
 
-@dataclass(frozen=True)
-class Turns:
-    """One turn of many games: what was asked, sampled, and with which log-probs."""
-
-    games: Ints
-    prompts: Ints
-    outputs: Ints
-    logprobs: NDArray[np.float32]
-
-
-@dataclass(frozen=True)
-class Played:
-    """Result of many games: success [games], wrong output [games], and every turn."""
-
-    success: NDArray[np.bool_]
-    wrong_output: NDArray[np.bool_]
-    turns: list[Turns]
-
-
 def play_games(
     model: Qwen2ForCausalLM,
     encoder: TurnEncoder,
@@ -292,31 +273,29 @@ def play_games(
     *,
     max_turns: int,
     generator: torch.Generator,
-) -> Played:
-    """Play every game to its end with guesses sampled from `model` at temperature 1."""
+) -> tuple[NDArray[np.bool_], NDArray[np.bool_]]:
+    """Play every game to its end with guesses sampled from `model` at temperature 1; return which were won, and which
+    ended by a wrong output, both [games]."""
     games = len(answers)
     success, wrong = np.zeros(games, dtype=bool), np.zeros(games, dtype=bool)
     alive, history = np.arange(games), openings
-    turns: list[Turns] = []
     for _ in range(max_turns):
         prompts = encoder.prompts(history, answers[alive])
-        outputs, logprobs = sample_outputs(model, prompts, generator, prefix_tokens=encoder.prefix_tokens)
-        turns.append(Turns(alive, prompts, outputs, logprobs))
-        guesses = encoder.read(outputs)
+        guesses = encoder.read(sample_outputs(model, prompts, generator, prefix_tokens=encoder.prefix_tokens))
         right, bad = guesses == answers[alive], guesses < 0
         success[alive[right]], wrong[alive[bad]] = True, True
         going = ~(right | bad)
         alive, history = alive[going], np.concatenate([history, guesses[:, None]], axis=1)[going]
         if not len(alive):
             break
-    return Played(success, wrong, turns)
+    return success, wrong
 
 
 @torch.no_grad()
 def sample_outputs(
     model: Qwen2ForCausalLM, prompts: Ints, generator: torch.Generator, *, prefix_tokens: int = 0
-) -> tuple[Ints, NDArray[np.float32]]:
-    """Sample four tokens after each row of `prompts`; return ids and log-probs, both [rows, 4].
+) -> Ints:
+    """Sample four tokens after each row of `prompts`; return their ids [rows, 4].
 
     Equal prompts are computed once, which is most of them at the first turns.
     """
@@ -324,17 +303,14 @@ def sample_outputs(
     where = torch.from_numpy(place.reshape(-1))
     cache, ids = start_rows(model, torch.from_numpy(different), prefix_tokens)
     tokens: list[torch.Tensor] = []
-    logprobs: list[torch.Tensor] = []
     for _ in range(OUTPUT_TOKENS):
         logits = model(input_ids=ids, past_key_values=cache, use_cache=True, logits_to_keep=1).logits[:, -1].float()
-        log_softmax = torch.log_softmax(logits, dim=-1)
         if not tokens:
             cache.batch_select_indices(where)
-            log_softmax = log_softmax[where]
-        ids = torch.multinomial(log_softmax.exp(), 1, generator=generator)
+            logits = logits[where]
+        ids = torch.multinomial(torch.log_softmax(logits, dim=-1).exp(), 1, generator=generator)
         tokens.append(ids)
-        logprobs.append(log_softmax.gather(1, ids))
-    return torch.cat(tokens, dim=1).numpy(), torch.cat(logprobs, dim=1).numpy()
+    return torch.cat(tokens, dim=1).numpy()
 
 
 def start_rows(model: Qwen2ForCausalLM, rows: torch.Tensor, prefix_tokens: int) -> tuple[DynamicCache, torch.Tensor]:

@@ -136,7 +136,7 @@ def test_files_of_lists_are_rows(tmp_path: Path) -> None:
 def test_known_names_are_data_sets(domain: str) -> None:
     for name in KNOWN[domain]:
         found = data_set(name, domain, KNOWN[domain])
-        assert found.name == name and found.is_remote and found.path
+        assert found.name == name and found.path
 
 
 def test_the_page_names_known_data_sets() -> None:
