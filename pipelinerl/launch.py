@@ -38,7 +38,7 @@ from pipelinerl.run.preflight import Start, check_dry_run, check_start
 from pipelinerl.run.processes import Event, Interrupted, Outcome, PoolAnswered, StreamFailed, signals_as_events
 from pipelinerl.run.restart import ExitPolicy, ServerKeeper, can_resume
 from pipelinerl.run.show import evaluation_report, print_evaluation, print_plan, print_result
-from pipelinerl.run.start import RunSession, build_commands, enter
+from pipelinerl.run.start import RunSession, build_command, enter
 from pipelinerl.run.watch import Supervisor
 from pipelinerl.rundir.layout import RunDir, newest_training_state
 from pipelinerl.streams.base import LAUNCHER, POOL_TOPIC, TRAINER, TRAINER_TOPIC, Entry
@@ -92,14 +92,11 @@ def start(compose_config: Callable[[], ComposedConfig]) -> int:
             return load_bring_up(member).serve_node(config, member, machine)
         with found_nodes(config, member, machine) as find:
             return launch(composed, config, find)
-    except UserError as error:
-        sys.stderr.write(f"error: {error}\n")
-        return EXIT_USER_ERROR
     except PipelineRLError as error:  # raised while no job was running
-        sys.stderr.write(f"error: {error}\n")
-        return EXIT_RUN_FAILED
+        say(f"error: {error}")
+        return EXIT_USER_ERROR if isinstance(error, UserError) else EXIT_RUN_FAILED
     except KeyboardInterrupt as error:
-        sys.stderr.write("interrupted; no job was running\n")
+        say("interrupted; no job was running")
         signum: int = error.args[0] if error.args else signal.SIGINT  # Python's own has none
         return 128 + signum
 
@@ -107,9 +104,9 @@ def start(compose_config: Callable[[], ComposedConfig]) -> int:
 def show_plan(composed: ComposedConfig, config: RunConfig, cluster: Cluster) -> int:
     """Print what `launch` would start, and on stderr what can be said about such a start without one."""
     checked = check_dry_run(Start(config, cluster, os.environ, composed.search_dirs, is_dry_run=True))
-    with FreePorts(config, cluster.rank, reserve=False) as ports:
-        world = build_world_map(config, cluster, ports, read_shape(config.model_path))
-    commands = build_commands(world, RunDir(Path(config.output_dir).absolute()), os.environ, composed.search_dirs)
+    world = build_world_map(config, cluster, model=read_shape(config.model_path))
+    run_dir = RunDir(Path(config.output_dir).absolute())
+    commands = [build_command(job, world, run_dir, os.environ, composed.search_dirs) for job in world.jobs]
     print_plan(config, world, commands, composed.notes)
     sys.stdout.flush()
     say(checked)
@@ -250,7 +247,7 @@ def _supervised(
             save_config(config, run_dir.config_file)
             save_config(config, run_dir.config_of_start(identity.incarnation))
             run_dir.world_file.write_text(world.to_json(), encoding="utf-8")
-            commands = build_commands(world, run_dir, os.environ, composed.search_dirs)
+            commands = [build_command(job, world, run_dir, os.environ, composed.search_dirs) for job in world.jobs]
             # A token of the user's own lets servers join that somebody else starts (`pool add`).
             token = os.environ.get(TOKEN_KEY) or secrets.token_urlsafe(24)
             session = RunSession(config, world, run_dir, identity, commands, os.environ, token, events, tuple(restarts))
@@ -306,7 +303,13 @@ def supervise_jobs(session: RunSession, hub: StreamHub, open_nodes: OpenNodes) -
         forget_requests(session.run_dir)
         changes = hub.writer(POOL_TOPIC, LAUNCHER, PoolChange)
         stack.callback(changes.close)
-        stack.callback(_stop, _follow_answers(session, hub))
+        answers = _follow_answers(session, hub)
+
+        @stack.callback
+        def stop() -> None:
+            with suppress(Exception):  # what ended it has been named, and does not change how the run ended
+                answers.stop()
+
         trainer = hub.reader(TRAINER_TOPIC, TRAINER, TrainerMessage) if session.config.has_stage("finetune") else None
         jobs = [command.job for command in session.commands]
         policy = ExitPolicy(jobs, trainer, session.identity.incarnation)
@@ -322,12 +325,6 @@ def _follow_answers(session: RunSession, hub: StreamHub) -> Feed[PoolAnswer]:
         session.events.put(StreamFailed(f"launch: the trainer's answers on servers cannot be followed: {error}"))
 
     return Feed(hub.reader(POOL_TOPIC, TRAINER, PoolAnswer), listen, "pool", fail).start()
-
-
-def _stop(feed: Feed[PoolAnswer]) -> None:
-    """What it died of has been named, and does not change how the run ended."""
-    with suppress(Exception):
-        feed.stop()
 
 
 def _summarize(session: RunSession, outcome: Outcome, collector: Collector) -> dict[str, Any]:

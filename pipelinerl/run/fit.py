@@ -66,20 +66,22 @@ class CardUse:
 
 @dataclass(frozen=True)
 class RunForecast:
-    """All that is known of a run before it starts."""
+    """All that is known of a run before it starts. `uses` has an entry for all cards that hold the same."""
 
-    shape: ModelShape
+    config: RunConfig
+    world: WorldMap
     hardware: Hardware
+    shape: ModelShape
     trainer: TrainerSetup | None
     server: ServerSetup | None
-    servers: int
-    on_card: int
-    cards: int
-    ranks_of_node: int
+    layout: Layout
     uses: list[CardUse]
     work: Work
     step: StepForecast | None
-    config: RunConfig
+
+    @property
+    def cards(self) -> int:
+        return len({(job.node_rank, gpu) for job in self.world.jobs for gpu in job.gpus})
 
     @property
     def fits(self) -> bool:
@@ -114,37 +116,21 @@ def forecast_run(
     Args:
         tokens: of a prompt and of an answer, on average; None: assumed from the longest answer.
     """
-    on_cpu = world.device == "cpu"
-    ranks, servers = len(world.jobs_of("finetune")), len(world.jobs_of("actor_llm"))
-    all_servers = servers + len(world.jobs_of("preprocessor_llm"))
+    on_cpu, ranks = world.device == "cpu", len(world.jobs_of("finetune"))
     trainer = trainer_setup(config, shape, ranks, on_cpu) if ranks else None
-    server = server_setup(config, shape, on_cpu) if all_servers else None
-    if server is not None:
-        first = next(job for kind in ("actor_llm", "preprocessor_llm") for job in world.jobs_of(kind))
-        cache = server.cache_bytes if first.cache_bytes is None else first.cache_bytes
-        server = replace(server, gpus=max(1, len(first.gpus)), cache_bytes=cache)
+    server = None
+    if servers := [*world.jobs_of("actor_llm"), *world.jobs_of("preprocessor_llm")]:
+        server = server_setup(config, shape, on_cpu)
+        cache = server.cache_bytes if servers[0].cache_bytes is None else servers[0].cache_bytes
+        server = replace(server, gpus=max(1, len(servers[0].gpus)), cache_bytes=cache)
+    layout = _layout(config, world)
     prompt, answer = tokens or _assumed_tokens(config)
     work = Work(config.finetune.samples_per_step, prompt, answer, config.actor.llm_max_rollouts)
     step = None
-    if trainer and server and servers:
-        step = step_forecast(trainer, server, _layout(config, world), work, hardware.machine)
-    cards = len({(job.node_rank, gpu) for job in world.jobs for gpu in job.gpus})
+    if trainer and server and layout.servers:
+        step = step_forecast(trainer, server, layout, work, hardware.machine)
     uses = [*_uses(config, world, hardware, trainer, server)]
-    of_nodes = Counter(job.node_rank for job in world.jobs_of("finetune"))
-    return RunForecast(
-        shape=shape,
-        hardware=hardware,
-        trainer=trainer,
-        server=server,
-        servers=servers,
-        on_card=_layout(config, world).on_card,
-        cards=cards,
-        ranks_of_node=max(of_nodes.values(), default=0),
-        uses=uses,
-        work=work,
-        step=step,
-        config=config,
-    )
+    return RunForecast(config, world, hardware, shape, trainer, server, layout, uses, work, step)
 
 
 def _assumed_tokens(config: RunConfig) -> tuple[float, float]:
@@ -153,17 +139,11 @@ def _assumed_tokens(config: RunConfig) -> tuple[float, float]:
     return float(max(1, min(_PROMPT_TOKENS, longest // 4, longest - answer))), answer
 
 
-def _ahead(config: RunConfig) -> tuple[float, float]:
-    """`ahead` and `most_ahead` of a `Layout`."""
-    most = 2.0 if config.max_lag is None else config.max_lag / config.finetune.samples_per_step
-    return 1 + (min(most, 1.0) if config.adaptive_lag else most), 1 + most
-
-
 def _layout(config: RunConfig, world: WorldMap) -> Layout:
     servers = world.jobs_of("actor_llm")
     users = Counter((job.node_rank, gpu) for job in servers for gpu in job.gpus)
     ranks = {(job.node_rank, gpu) for job in world.jobs_of("finetune") for gpu in job.gpus}
-    ahead, most_ahead = _ahead(config)
+    most = 2.0 if config.max_lag is None else config.max_lag / config.finetune.samples_per_step
     takes_turns = isinstance(config.pacing, ConventionalSchedule) or config.max_lag == 0
     return Layout(
         servers=len(servers),
@@ -171,15 +151,15 @@ def _layout(config: RunConfig, world: WorldMap) -> Layout:
         shared=any(place in ranks for place in users),
         turns=takes_turns,
         mps=config.world.mps and world.device == "cuda",
-        ahead=ahead,
-        most_ahead=most_ahead,
+        ahead=1 + (min(most, 1.0) if config.adaptive_lag else most),
+        most_ahead=1 + most,
     )
 
 
 def _uses(
     config: RunConfig, world: WorldMap, hardware: Hardware, trainer: TrainerSetup | None, server: ServerSetup | None
 ) -> Iterator[CardUse]:
-    """What each card holds, one entry for all cards that hold the same."""
+    """What each card holds."""
     jobs = defaultdict[tuple[int, str], list[str]](list)
     for job in world.jobs:
         if job.kind in ("actor_llm", "preprocessor_llm", "finetune"):
@@ -239,8 +219,9 @@ def _card_faults(forecast: RunForecast) -> Iterator[ConfigError]:
             f"{use.jobs} alone take {_gib(use.least)}, with activations and caches {_gib(use.memory.total)}",
             advice_text(forecast),
         )
-    host = trainer_memory(trainer).host_total * forecast.ranks_of_node if trainer else 0
-    if trainer and host > forecast.hardware.host_bytes:
+    of_node = Counter(job.node_rank for job in forecast.world.jobs_of("finetune"))
+    host = trainer_memory(trainer).host_total * max(of_node.values()) if trainer else 0
+    if host > forecast.hardware.host_bytes:
         yield ConfigError(
             "backend.config",
             getattr(config.backend, "config", config.backend.type),
@@ -293,7 +274,7 @@ def nearest(forecast: RunForecast) -> list[Remedy]:
     # What other jobs hold on the cards of the trainer stays there.
     own = trainer_memory(trainer).total
     beside = max((use.memory.total - own for use in forecast.uses if "rank" in use.jobs), default=0.0)
-    cards = max(1, forecast.cards - forecast.servers // forecast.on_card)
+    cards = max(1, forecast.cards - forecast.layout.servers // forecast.layout.on_card)
     room = machine.memory_bytes - max(0.0, beside)
     return remedies(trainer, room, forecast.hardware.host_bytes, cards, longest_sample(forecast.config))
 
@@ -333,25 +314,24 @@ def lines_of(forecast: RunForecast) -> list[str]:
 
 def better_split(forecast: RunForecast) -> str | None:
     """The fastest split of the cards, if it is better than the configured one by a tenth."""
-    trainer, server, step, config = forecast.trainer, forecast.server, forecast.step, forecast.config
+    trainer, server, step = forecast.trainer, forecast.server, forecast.step
     if trainer is None or server is None or step is None or forecast.cards < 2 or trainer.on_cpu:
         return None
     room, best = forecast.hardware.machine.memory_bytes, None
     current = step.step_s if forecast.fits else math.inf
     for ranks in range(1, forecast.cards):
-        servers = (forecast.cards - ranks) // server.gpus * forecast.on_card
+        servers = (forecast.cards - ranks) // server.gpus * forecast.layout.on_card
         other = replace(trainer, ranks=ranks)
         if not servers or trainer_memory(other).total > room:
             continue
-        ahead, most_ahead = _ahead(config)
-        layout = Layout(servers, forecast.on_card, ahead=ahead, most_ahead=most_ahead)
+        layout = replace(forecast.layout, servers=servers, shared=False, turns=False)
         found = step_forecast(other, server, layout, forecast.work, forecast.hardware.machine)
         if best is None or found.step_s < best[0]:
             best = (found.step_s, servers, ranks)
     if best is None or best[0] >= _BETTER * current:
         return None
     seconds, servers, ranks = best
-    several = f" world.servers_per_gpu={forecast.on_card}" if forecast.on_card > 1 else ""
+    several = f" world.servers_per_gpu={forecast.layout.on_card}" if forecast.layout.on_card > 1 else ""
     return (
         f"a better split: world.num_actor_llms={servers}{several} world.num_finetune_ranks={ranks} would take "
         f"{seconds:.2f} s a step (all splits were tried)"

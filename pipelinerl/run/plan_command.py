@@ -11,7 +11,8 @@ import json
 import os
 import statistics
 import sys
-from dataclasses import dataclass, replace
+from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -36,7 +37,6 @@ from pipelinerl.world import (
     Cluster,
     ClusterMember,
     ClusterNode,
-    FreePorts,
     build_world_map,
     described_cluster,
     memory_of_machine,
@@ -57,9 +57,6 @@ _SPARE_MEMORY = 0.6
 def main(argv: list[str]) -> int:
     """Print the forecast; return 0, or 2 if the run would not fit."""
     args, overrides = _parser().parse_known_args(argv)
-    if args.help:
-        _parser().print_help()
-        return 0
     if args.run is not None:
         _compare(args)
         return 0
@@ -72,29 +69,17 @@ def main(argv: list[str]) -> int:
     config = composed.config.of_stage()
     shape = read_shape(config.model_path)
     if shape is None:
-        raise ConfigError(
-            "model_path",
-            config.model_path,
-            "a model whose sizes are known: a folder with config.json, one in the hub's cache, or a name like X-7B",
-            "Download its config.json first.",
-        )
+        expected = "a model of known size: a folder with config.json, one in the hub's cache, or a name like X-7B"
+        raise ConfigError("model_path", config.model_path, expected, "Download its config.json first.")
     cluster = _cluster(args, config)
     hardware = _hardware(args, hardware_here(config, cluster), cluster.num_gpus > 0 and config.world.device != "cpu")
     if cluster.num_gpus:
         size = int(hardware.machine.memory_bytes)
         cluster = replace(cluster, nodes=tuple(replace(machine, gpu_bytes=size) for machine in cluster.nodes))
-    with FreePorts(config, cluster.rank, reserve=False) as ports:
-        world = build_world_map(config, cluster, ports, shape)
+    world = build_world_map(config, cluster, model=shape)
     forecast = forecast_run(config, world, hardware, shape, _tokens(args))
-    print(
-        "\n".join(
-            [
-                *lines_of(forecast),
-                *(f"note: {note}" for note in world.notes),
-                *check_disk(Start(config, cluster, os.environ)),
-            ]
-        )
-    )
+    notes = [f"note: {note}" for note in world.notes]
+    print("\n".join([*lines_of(forecast), *notes, *check_disk(Start(config, cluster, os.environ))]))
     faults = faults_of(forecast)
     for fault in faults:
         print(f"refused: {fault}", file=sys.stderr)
@@ -107,9 +92,7 @@ def _parser() -> argparse.ArgumentParser:
         description="Print memory of every card by part, speed, lag and disk of a run, before it is started.",
         epilog="All other words are those of launch: --config-name NAME and overrides. Exit code 2: it does not fit.",
         allow_abbrev=False,
-        add_help=False,
     )
-    parser.add_argument("-h", "--help", action="store_true", help="show this and end")
     parser.add_argument("--gpus", type=int, help="GPUs of a machine, instead of those of this one; 0: none")
     parser.add_argument("--nodes", type=int, help="machines")
     parser.add_argument("--card", help=f"kind of GPU: {', '.join(CARDS)}")
@@ -162,44 +145,30 @@ def _hardware(args: argparse.Namespace, here: Hardware | None, has_gpus: bool) -
     return replace(here, host_bytes=host)
 
 
-@dataclass(frozen=True)
-class Recorded:
-    """Medians over the steps of a run, without the first ones; None: not recorded."""
-
-    steps: int
-    values: dict[str, float]
-
-    def get(self, name: str) -> float | None:
-        return self.values.get(name)
-
-
-def recorded_steps(metrics_file: Path) -> Recorded:
-    """Medians of what the trainer and the actor recorded.
+def recorded_steps(metrics_file: Path) -> dict[str, float]:
+    """Medians of what the trainer and the actor recorded after the first steps; `steps` is how many these are.
 
     Raises:
-        ConfigError: fewer steps than the first ones, which say little.
+        ConfigError: there are no others than the first steps.
     """
-    rows = list[dict[str, Any]]()
-    rates = list[float]()
+    rows, rates = list[dict[str, Any]](), list[float]()
     with metrics_file.open(encoding="utf-8") as lines:
-        for line in lines:
-            row = json.loads(line)
+        for row in map(json.loads, lines):
             if "finetune/step_s" in row:
                 rows.append(row)
             elif row.get("actor/output_tokens_per_s"):
                 rates.append(row["actor/output_tokens_per_s"])
     kept = rows[_WARM_UP_STEPS:]
     if not kept:
-        raise ConfigError(
-            "--from", str(metrics_file), f"a run of more than {_WARM_UP_STEPS} steps", "Let it train a little longer."
-        )
-    names = {name for row in kept for name, value in row.items() if isinstance(value, int | float)}
-    values = {name: statistics.median(row[name] for row in kept if name in row) for name in names}
-    for name in [name for name in names if "memory" in name]:
-        values[name] = max(row[name] for row in rows if name in row)
-    if rates:
-        values["actor/output_tokens_per_s"] = statistics.median(rates)
-    return Recorded(len(kept), values)
+        expected = f"a run of more than {_WARM_UP_STEPS} steps"
+        raise ConfigError("--from", str(metrics_file), expected, "Let it train a little longer.")
+    values: dict[str, float] = {"steps": len(kept)}
+    for name in {name for row in kept for name, value in row.items() if isinstance(value, int | float)}:
+        if "memory" in name:
+            values[name] = max(row[name] for row in rows if name in row)
+        else:
+            values[name] = statistics.median(row[name] for row in kept if name in row)
+    return values | ({"actor/output_tokens_per_s": statistics.median(rates)} if rates else {})
 
 
 def _compare(args: argparse.Namespace) -> None:
@@ -209,8 +178,7 @@ def _compare(args: argparse.Namespace) -> None:
     seen = recorded_steps(run.run_dir.metrics_file)
     machine = ClusterNode.from_env(os.environ, nvml_gpu_lister, usable_cores(), nvml_gpu_memory)
     cluster = Cluster.alike(machine, ClusterMember.from_env(os.environ, config.world.cluster))
-    here = hardware_here(config, cluster)
-    hardware = _hardware(args, here, world.device == "cuda")
+    hardware = _hardware(args, hardware_here(config, cluster), world.device == "cuda")
     samples = seen.get("finetune/samples") or 1.0
     output = (seen.get("finetune/output_tokens") or 0.0) / samples
     prompt = max(0.0, (seen.get("finetune/tokens") or 0.0) / samples - output)
@@ -218,16 +186,15 @@ def _compare(args: argparse.Namespace) -> None:
     if shape is None or not world.jobs_of("finetune"):
         raise ConfigError("--from", args.run, "a run with a trainer and a known model", "Give another run.")
     forecast = forecast_run(config, world, hardware, shape, (prompt, max(output, 1.0)))
-    print(f"{run.run_dir.root}: {seen.steps} steps of {samples:,.0f} samples of {prompt:,.0f} + {output:,.0f} tokens")
+    print(
+        f"{run.run_dir.root}: {seen['steps']} steps of {samples:,.0f} samples of {prompt:,.0f} + {output:,.0f} tokens"
+    )
     print(f"{'':36} {'forecast':>12} {'seen':>12} {'ratio':>7}")
     for label, expected, name in _compared(forecast):
-        found = seen.get(name)
-        if found is None:
-            continue
-        ratio = f"{expected / found:.2f}" if found else "-"
-        print(f"{label:36} {expected:12,.2f} {found:12,.2f} {ratio:>7}")
-    for line in changes(forecast, seen):
-        print(line)
+        if (found := seen.get(name)) is not None:
+            ratio = f"{expected / found:.2f}" if found else "-"
+            print(f"{label:36} {expected:12,.2f} {found:12,.2f} {ratio:>7}")
+    print("\n".join(changes(forecast, seen)))
 
 
 def _compared(forecast: RunForecast) -> list[tuple[str, float, str]]:
@@ -235,7 +202,7 @@ def _compared(forecast: RunForecast) -> list[tuple[str, float, str]]:
     step, trainer = forecast.step, forecast.trainer
     assert trainer is not None
     memory = trainer_memory(trainer)
-    rows: list[tuple[str, float, str]] = [
+    rows = [
         ("peak memory of tensors, GiB", memory.tensors / GIB, "finetune/gpu_memory_peak_gib"),
         ("peak memory with reserve, GiB", memory.total / GIB, "finetune/gpu_memory_reserved_peak_gib"),
         ("peak memory of a rank, GiB", memory.total / GIB, "finetune/memory_peak_gib"),
@@ -246,17 +213,13 @@ def _compared(forecast: RunForecast) -> list[tuple[str, float, str]]:
             ("of these training, s", step.train_s, "finetune/train_s"),
             ("of these waiting for samples, s", step.step_s - step.train_s, "finetune/wait_data_s"),
             ("samples/s", step.samples_s, "finetune/samples_per_s"),
-            (
-                "output tokens/s of the servers",
-                step.samples_s * forecast.work.output_tokens,
-                "actor/output_tokens_per_s",
-            ),
+            ("output tokens/s", step.samples_s * forecast.work.output_tokens, "actor/output_tokens_per_s"),
             ("lag, versions", step.lag, "finetune/lag_mean_versions"),
         ]
     return rows
 
 
-def changes(forecast: RunForecast, seen: Recorded) -> list[str]:
+def changes(forecast: RunForecast, seen: Mapping[str, float]) -> list[str]:
     """What the record of a run suggests to change."""
     step_s, waited = seen.get("finetune/step_s") or 0.0, seen.get("finetune/wait_data_s") or 0.0
     config, lines = forecast.config, list[str]()

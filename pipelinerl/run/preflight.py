@@ -14,7 +14,7 @@ import re
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from importlib.machinery import ModuleSpec, PathFinder
 from pathlib import Path
@@ -42,7 +42,7 @@ from pipelinerl.run.model_folder import (
 from pipelinerl.run.start import SOCKET_FOLDER_KEY, inspect, socket_parent, trainer_variables
 from pipelinerl.rundir.durable import ScratchFolder
 from pipelinerl.streams.hub import backend_of
-from pipelinerl.world import Cluster, FreePorts, build_world_map, nvml_gpu_lister
+from pipelinerl.world import Cluster, build_world_map, nvml_gpu_lister
 
 #: What the check of the user's code prints when it succeeds.
 _PROBLEMS_FOUND = re.compile(r"(\d+) training problems, \d+ test problems")
@@ -198,8 +198,7 @@ def check_fit(start: Start) -> list[str]:
     hardware, shape = hardware_here(start.config, start.cluster), read_shape(start.config.model_path)
     if hardware is None or shape is None:
         return []
-    with FreePorts(start.config, start.cluster.rank, reserve=False) as ports:
-        world = build_world_map(start.config, start.cluster, ports, shape)
+    world = build_world_map(start.config, start.cluster, model=shape)
     with_ranks = {job.node_rank for job in world.jobs_of("finetune")}
     host_bytes = start.cluster.host_bytes(with_ranks) or hardware.host_bytes
     forecast = forecast_run(start.config, world, replace(hardware, host_bytes=host_bytes), shape)
@@ -410,7 +409,7 @@ def function_fault(path: str, is_async: bool | None, search_dirs: Sequence[Path]
         tree = ast.parse(file.read_bytes(), filename=str(file))
     except (SyntaxError, ValueError) as error:
         return f"{file} is not valid Python: {error}"
-    names = dict(_bound_names(tree.body))
+    names = _bound_names(tree)
     if name in names:
         node = names[name]
         if is_async and isinstance(node, ast.FunctionDef) and not node.decorator_list:
@@ -444,20 +443,17 @@ def _module_file(module_name: str, search_dirs: Sequence[Path]) -> Path | str | 
     return Path(spec.origin) if spec.origin is not None and spec.origin.endswith(".py") else None
 
 
-def _bound_names(body: Iterable[ast.stmt]) -> Iterator[tuple[str, ast.AST]]:
-    """What a module binds at its top level, branches included; `*` for a star import."""
-    for node in body:
+def _bound_names(tree: ast.Module) -> dict[str, ast.AST]:
+    """What a file binds, outer definitions last; `*` for a star import."""
+    names: dict[str, ast.AST] = {}
+    for node in reversed([*ast.walk(tree)]):
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
-            yield node.name, node
-        elif isinstance(node, ast.Import | ast.ImportFrom):
-            yield from ((alias.asname or alias.name.partition(".")[0], node) for alias in node.names)
-        else:
-            for part in ast.walk(node):
-                if isinstance(part, ast.Name) and isinstance(part.ctx, ast.Store):
-                    yield part.id, part
-            for block in ("body", "orelse", "finalbody", "handlers", "cases"):
-                for inner in getattr(node, block, []):
-                    yield from _bound_names(inner.body if not isinstance(inner, ast.stmt) else [inner])
+            names[node.name] = node
+        elif isinstance(node, ast.alias):
+            names[node.asname or node.name.partition(".")[0]] = node
+        elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+            names[node.id] = node
+    return names
 
 
 #: Cheap checks first.

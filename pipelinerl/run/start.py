@@ -362,23 +362,10 @@ class RunSession:
     restarts: tuple[str, ...] = ()
 
 
-def build_commands(
-    world: WorldMap, run_dir: RunDir, environ: Mapping[str, str], search_dirs: Sequence[Path] = ()
-) -> list[Command]:
-    """The commands of all jobs.
-
-    Args:
-        world: the plan.
-        run_dir: of the run.
-        environ: the launcher's environment; lists such as NO_PROXY are extended, not replaced.
-        search_dirs: folders with the user's own modules (for the jobs that import them).
-    """
-    return [build_command(job, world, run_dir, environ, search_dirs) for job in world.jobs]
-
-
 def build_command(
     job: Job, world: WorldMap, run_dir: RunDir, environ: Mapping[str, str], search_dirs: Sequence[Path] = ()
 ) -> Command:
+    """How to start `job`. `environ` is the launcher's: lists such as NO_PROXY are extended, not replaced."""
     module = f"pipelinerl.{_ENTRYPOINTS[job.kind]}"
     argv = (sys.executable, "-m", module, "--run-dir", str(run_dir.root), "--job", job.name)
     ranks = [rank for rank in world.jobs_of("finetune") if rank.node_rank == job.node_rank]

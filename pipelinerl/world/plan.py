@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import msgspec
@@ -50,7 +50,9 @@ class _Split:
         return -(-self.actor_llms // self.llms_per_gpu)
 
 
-def build_world_map(config: RunConfig, cluster: Cluster, ports: FreePorts, model: ModelShape | None = None) -> WorldMap:
+def build_world_map(
+    config: RunConfig, cluster: Cluster, ports: FreePorts | None = None, model: ModelShape | None = None
+) -> WorldMap:
     """Plan the run: how many servers and trainer ranks, on which node, GPUs, cores and ports.
 
     Fractions are shares of all GPUs; servers get whole multiples of tensor x pipeline parallel size, at least one
@@ -58,11 +60,13 @@ def build_world_map(config: RunConfig, cluster: Cluster, ports: FreePorts, model
     job gets cores instead.
 
     Args:
+        ports: None: ports that are free now, of which none is reserved.
         model: None: its size is not known.
 
     Raises:
         ConfigError: the split is impossible; the message holds the numbers.
     """
+    ports = ports or FreePorts(config, cluster.rank, reserve=False)
     split = _split_cluster(config, cluster, model)
     needs = needs_of(config, cluster, model, split.finetune_ranks) if split.device == "cuda" else None
     jobs, doubts = with_memory(config, _Placer(config, cluster, split, ports).jobs(), needs)
@@ -94,7 +98,7 @@ def _notes(config: RunConfig, split: _Split, jobs: list[Job]) -> list[str]:
 def _split_cluster(config: RunConfig, cluster: Cluster, model: ModelShape | None) -> _Split:
     """Decide the counts; ConfigError with the numbers if the split is impossible."""
     world = config.world
-    tensor, pipeline = _parallel_sizes(config.vllm_config.vllm_kwargs)
+    tensor, pipeline = (_parallel_size(config, kind) for kind in ("tensor", "pipeline"))
     has_gpus = cluster.num_gpus > 0
     listed = world.actor_gpus or world.preprocessor_gpus or world.finetune_gpus
     if not has_gpus and (world.device == "cuda" or (listed and world.device == "auto")):
@@ -129,13 +133,23 @@ def _split_cluster(config: RunConfig, cluster: Cluster, model: ModelShape | None
         needs = needs_of(config, cluster, model, ranks)
         return servers_on_gpu(needs, free_cores(config, cluster, *on_node), shared)
 
-    if world.placement == "colocated":
-        return _colocated_split(world, cluster, per_llm, per_gpu)
-    if per_llm == 1 and _shares_the_only_gpu(world, cluster):
+    fitting = sum(len(machine.gpus) // per_llm for machine in cluster.nodes)  # one server never spans two nodes
+    if world.placement == "colocated":  # one rank on each GPU, and as many whole servers as fit
+        ranks = world.num_finetune_ranks or cluster.num_gpus
+        servers = per_gpu(fitting, ranks, False)
+        llms = world.num_actor_llms or max(1, fitting) * servers
+        split = _Split("cuda", per_llm, llms, world.num_preprocessor_llms or 0, ranks, servers, True)
+    elif per_llm == 1 and _shares_the_only_gpu(world, cluster):
         servers = per_gpu(1, 1, True)
         llms = world.num_actor_llms or servers
-        return _Split("cuda", 1, llms, 0, 1, llms if world.servers_per_gpu == "auto" else servers, is_shared=True)
-    return _disaggregated_split(world, cluster, per_llm, per_gpu)
+        split = _Split("cuda", 1, llms, 0, 1, llms if world.servers_per_gpu == "auto" else servers, True)
+    else:
+        split = _disaggregated_split(world, cluster, per_llm, per_gpu)
+    places = split.actor_places + split.preprocessor_llms
+    for_ranks = cluster.num_gpus - (0 if split.is_shared else places * per_llm)
+    if places > fitting or split.finetune_ranks > for_ranks:
+        raise _too_few_gpus(world, cluster, split)
+    return split
 
 
 def _shares_the_only_gpu(world: WorldConfig, cluster: Cluster) -> bool:
@@ -147,19 +161,13 @@ def _shares_the_only_gpu(world: WorldConfig, cluster: Cluster) -> bool:
     return cluster.num_gpus == 1 and wants_both and is_free and not has_reference
 
 
-def _parallel_sizes(vllm_kwargs: dict[str, Any]) -> tuple[int, int]:
-    """Tensor and pipeline parallel size of one server (keys with dashes or underscores, or vLLM's abbreviations)."""
-    sizes = {"tensor_parallel_size": 1, "pipeline_parallel_size": 1}
-    for key, value in vllm_kwargs.items():
-        name = {"tp": "tensor_parallel_size", "pp": "pipeline_parallel_size"}.get(key, key.replace("-", "_"))
-        if name not in sizes:
-            continue
-        if not str(value).isdecimal() or int(value) < 1:
-            raise ConfigError(
-                f"vllm_config.vllm_kwargs.{key}", value, "an integer of at least 1", "Correct the number."
-            )
-        sizes[name] = int(value)
-    return sizes["tensor_parallel_size"], sizes["pipeline_parallel_size"]
+def _parallel_size(config: RunConfig, kind: str) -> int:
+    """Tensor or pipeline parallel size of one server, by its long name or vLLM's abbreviation."""
+    options = (config.vllm_config.option(name) for name in (f"{kind}-parallel-size", f"{kind[0]}p"))
+    key, size = next((option for option in options if option[1] is not None), ("", 1))
+    if not str(size).isdecimal() or int(size) < 1:
+        raise ConfigError(key, size, "an integer of at least 1", "Correct the number.")
+    return int(size)
 
 
 def _cpu_split(world: WorldConfig, pipeline_parallel: int) -> _Split:
@@ -172,27 +180,13 @@ def _cpu_split(world: WorldConfig, pipeline_parallel: int) -> _Split:
             "1 on CPUs: vLLM's engine for CPUs ends at the first request of a server in several stages",
             "Use tensor-parallel-size, or more servers (world.num_actor_llms).",
         )
-    actor = world.num_actor_llms
-    preprocessor = world.num_preprocessor_llms
-    ranks = world.num_finetune_ranks
-    return _Split(
-        device="cpu",
-        gpus_per_llm=0,
-        actor_llms=int(world.actor_fraction > 0) if actor is None else actor,
-        preprocessor_llms=int(world.preprocessor_fraction > 0) if preprocessor is None else preprocessor,
-        finetune_ranks=int(world.finetune_fraction > 0) if ranks is None else ranks,
+    asked = (
+        (world.num_actor_llms, world.actor_fraction),
+        (world.num_preprocessor_llms, world.preprocessor_fraction),
+        (world.num_finetune_ranks, world.finetune_fraction),
     )
-
-
-def _colocated_split(world: WorldConfig, cluster: Cluster, per_llm: int, per_gpu: _PerGpu) -> _Split:
-    """Servers and trainer ranks share every GPU: one trainer rank a GPU, as many whole servers as fit."""
-    total = cluster.num_gpus
-    fitting = _capacity(cluster, per_llm)
-    if not fitting:
-        raise _too_few_gpus(world, cluster, per_llm, f"{per_llm} for the actor servers")
-    ranks, preprocessor = world.num_finetune_ranks or total, world.num_preprocessor_llms or 0
-    servers = per_gpu(fitting, ranks, False)
-    return _Split("cuda", per_llm, world.num_actor_llms or fitting * servers, preprocessor, ranks, servers, True)
+    actor, preprocessor, ranks = (int(share > 0) if count is None else count for count, share in asked)
+    return _Split("cpu", 0, actor, preprocessor, ranks)
 
 
 def _disaggregated_split(world: WorldConfig, cluster: Cluster, per_llm: int, per_gpu: _PerGpu) -> _Split:
@@ -208,24 +202,17 @@ def _disaggregated_split(world: WorldConfig, cluster: Cluster, per_llm: int, per
         share = int(total * fraction / whole + _ROUNDING)
         return max(share // per_llm, 1) if fraction > 0 else 0
 
-    wants_trainer = world.finetune_fraction > 0 or world.num_finetune_ranks is not None
-    least_ranks = (world.num_finetune_ranks or 1) if wants_trainer else 0
+    ranks = int(world.finetune_fraction > 0) if world.num_finetune_ranks is None else world.num_finetune_ranks
     preprocessor = places(world.preprocessor_fraction, world.num_preprocessor_llms)
     actor = places(world.actor_fraction, world.num_actor_llms)
-    servers = per_gpu(actor, max(least_ranks, total - (actor + preprocessor) * per_llm), False) if actor else 1
+    servers = per_gpu(actor, max(ranks, total - (actor + preprocessor) * per_llm), False) if actor else 1
     # A count is one of servers, a share is one of GPUs.
     llms = actor if world.num_actor_llms is not None else actor * servers
-    actor = -(-llms // servers)
-    rest = total - (actor + preprocessor) * per_llm
-    if rest < least_ranks or actor + preprocessor > _capacity(cluster, per_llm):
-        needs = [f"{actor * per_llm} for {llms} actor servers"]
-        if preprocessor:
-            needs.append(f"{preprocessor * per_llm} for {preprocessor} reference servers")
-        if least_ranks:
-            needs.append(f"at least {least_ranks} for the trainer")
-        raise _too_few_gpus(world, cluster, per_llm, ", ".join(needs))
-    ranks = world.num_finetune_ranks if world.num_finetune_ranks is not None else (rest if wants_trainer else 0)
-    return _Split("cuda", per_llm, llms, preprocessor, ranks, servers)
+    split = _Split("cuda", per_llm, llms, preprocessor, ranks, servers)
+    if ranks and world.num_finetune_ranks is None:
+        rest = total - (split.actor_places + preprocessor) * per_llm
+        split = replace(split, finetune_ranks=max(ranks, rest))
+    return split
 
 
 def _listed_split(config: RunConfig, cluster: Cluster, per_llm: int) -> _Split:
@@ -279,13 +266,13 @@ def _check_room(config: RunConfig) -> None:
         )
 
 
-def _capacity(cluster: Cluster, per_llm: int) -> int:
-    """How many whole servers fit; one server never spans two nodes."""
-    return sum(len(machine.gpus) // per_llm for machine in cluster.nodes)
-
-
-def _too_few_gpus(world: WorldConfig, cluster: Cluster, per_llm: int, needs: str) -> ConfigError:
-    most = cluster.most_gpus
+def _too_few_gpus(world: WorldConfig, cluster: Cluster, split: _Split) -> ConfigError:
+    most, per_llm = cluster.most_gpus, split.gpus_per_llm
+    needs = [f"{split.actor_places * per_llm} for {split.actor_llms} actor servers"]
+    if split.preprocessor_llms:
+        needs.append(f"{split.preprocessor_llms * per_llm} for {split.preprocessor_llms} reference servers")
+    if split.finetune_ranks:
+        needs.append(f"at least {world.num_finetune_ranks or 1} for the trainer")
     fractions = (world.actor_fraction, world.preprocessor_fraction, world.finetune_fraction)
     shares = ":".join(f"{fraction:g}" for fraction in fractions)
     got = f"actor:preprocessor:finetune = {shares}, {per_llm} GPU(s) per server"
@@ -298,7 +285,7 @@ def _too_few_gpus(world: WorldConfig, cluster: Cluster, per_llm: int, needs: str
         )
     else:
         advice = "Change the fractions, lower the parallel sizes, or use world.placement=colocated."
-    return ConfigError("world", got, f"a split that fits {cluster.describe()}; it needs {needs}", advice)
+    return ConfigError("world", got, f"a split that fits {cluster.describe()}; it needs {', '.join(needs)}", advice)
 
 
 class _Placer:
@@ -336,7 +323,7 @@ class _Placer:
         if (listed := self._listed(f"{kind.removesuffix('_llm')}_gpus")) is not None:
             taken = [(0, [self._all_gpus()[0][number] for number in numbers]) for numbers in listed]
         elif self._split.device == "cuda":
-            taken = [self._take(kind, count, free) for _ in range(places)]
+            taken = [self._take(free) for _ in range(places)]
         else:
             # From the last node on: the first ones have the trainer.
             nodes = self._cluster.world_size
@@ -348,17 +335,10 @@ class _Placer:
             jobs.append(self._job(kind, idx, node, list(gpus), port))
         return jobs
 
-    def _take(self, kind: str, count: int, free: list[list[str]]) -> tuple[int, list[str]]:
+    def _take(self, free: list[list[str]]) -> tuple[int, list[str]]:
         """The GPUs of one server, off `free`, from the first node that still has enough."""
         size = self._split.gpus_per_llm
-        node = next((node for node, left in enumerate(free) if len(left) >= size), None)
-        if node is None:
-            raise ConfigError(
-                f"world.num_{kind}s",
-                count,
-                f"whole servers of {size} GPU(s) that fit {self._cluster.describe()}",
-                "Lower the number of servers; a server cannot span two nodes.",
-            )
+        node = next(node for node, left in enumerate(free) if len(left) >= size)
         gpus, free[node] = free[node][:size], free[node][size:]
         return node, gpus
 
@@ -380,10 +360,6 @@ class _Placer:
         if listed := self._listed("finetune_gpus"):
             return [self._job("finetune", i, 0, [self._all_gpus()[0][number]]) for i, number in enumerate(listed)]
         slots = [(node, gpu) for node, left in enumerate(free) for gpu in left][:count]
-        if len(slots) < count:
-            raise ConfigError(
-                "world.num_finetune_ranks", count, f"at most {len(slots)} (free GPUs)", "Lower the number of ranks."
-            )
         return [self._job("finetune", i, node, [gpu]) for i, (node, gpu) in enumerate(slots)]
 
     def _job(self, kind: str, idx: int, node: int, gpus: list[str], port: int | None = None) -> Job:

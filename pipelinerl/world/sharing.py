@@ -161,29 +161,30 @@ def with_memory(config: RunConfig, jobs: list[Job], needs: Needs | None) -> tupl
     Raises:
         ConfigError: there is no room for them, or it is not known how much there is.
     """
-    heavy = [job for job in jobs if job.kind in ("actor_llm", "preprocessor_llm", "finetune") and job.gpus]
-    if config.world.placement == "colocated":  # ranks wait until the servers sleep
-        heavy = [job for job in heavy if job.kind != "finetune"]
-    users = Counter((job.node_rank, gpu) for job in heavy for gpu in job.gpus)
-    ranks = {(job.node_rank, gpu) for job in heavy if job.kind == "finetune" for gpu in job.gpus}
+    kinds = {"actor_llm": "server", "preprocessor_llm": "server", "finetune": "rank"}
+    users = Counter((kinds[job.kind], job.node_rank, gpu) for job in jobs if job.kind in kinds for gpu in job.gpus)
+    ranks_compute = config.world.placement != "colocated"  # else ranks wait until the servers sleep
+    is_set = any(config.vllm_config.option(name)[1] is not None for name in (_CACHE, "gpu-memory-utilization"))
     notes = list[str]()
 
     def shared(job: Job) -> Job:
-        places = [(job.node_rank, gpu) for gpu in job.gpus]
-        if job not in heavy or job.kind == "finetune" or all(users[place] == 1 for place in places):
+        if kinds.get(job.kind) != "server" or not job.gpus:
+            return job
+        gpus = [
+            (users["server", job.node_rank, gpu], ranks_compute and users["rank", job.node_rank, gpu] > 0)
+            for gpu in job.gpus
+        ]
+        if all(gpu == (1, False) for gpu in gpus) or (needs is None and is_set):
             return job
         if needs is None:
-            share = config.vllm_config.option("gpu-memory-utilization")[1]
-            if config.vllm_config.number(_CACHE) is None and share is None:
-                raise _unknown_room(job)
-            return job
-        own = needs.on_each_of(len(places))
-        cache, place = min((own.cache_of(users[place] - (place in ranks), place in ranks), place) for place in places)
+            raise _unknown_room(job)
+        own = needs.on_each_of(len(gpus))
+        cache, (servers, with_rank) = min((own.cache_of(*gpu), gpu) for gpu in gpus)
         if own.cache is None and cache < own.sequence:
-            fault = _no_room(config, own, users[place], place in ranks)
-            if own.is_impossible(users[place] - (place in ranks), place in ranks):
+            fault = _no_room(config, own, servers, with_rank)
+            if own.is_impossible(servers, with_rank):
                 raise fault
-            cache = own.tight_cache_of(users[place] - (place in ranks))
+            cache = own.tight_cache_of(servers)
             notes.append(f"servers get a cache of {_gb(cache)}, and may not fit: {fault}")
         share = min(own.server(cache), own.usable) / own.gpu
         return msgspec.structs.replace(job, cache_bytes=cache, memory_share=round(share, 4))
@@ -202,8 +203,7 @@ def _unknown_room(job: Job) -> ConfigError:
     )
 
 
-def _no_room(config: RunConfig, needs: Needs, users: int, with_rank: bool) -> ConfigError:
-    servers = users - with_rank
+def _no_room(config: RunConfig, needs: Needs, servers: int, with_rank: bool) -> ConfigError:
     trainer = f"a peak of {_gb(needs.rank)}, {_gb(needs.least_rank)} without activations"
     next_to = f" next to a trainer with {trainer}" if with_rank else ""
     least = needs.server(needs.sequence)

@@ -128,7 +128,7 @@ def test_the_medians_of_a_run_leave_out_its_first_steps(tmp_path: Path) -> None:
     file = tmp_path / "metrics.jsonl"
     file.write_text("".join(f"{json.dumps(row)}\n" for row in rows))
     found = recorded_steps(file)
-    assert found.steps == 3
+    assert found["steps"] == 3
     assert found.get("finetune/step_s") == 3.0
     assert found.get("finetune/gpu_memory_peak_gib") == 8.0
     assert found.get("actor/output_tokens_per_s") == 100.0

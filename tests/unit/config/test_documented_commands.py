@@ -22,7 +22,7 @@ from pipelinerl.config.former_keys import synonym_of
 from pipelinerl.domains import math
 from pipelinerl.inference.main import main as serve
 from pipelinerl.rollouts import BaseMetrics, RolloutResult, TrainingText
-from pipelinerl.world import Cluster, ClusterNode, FreePorts, build_world_map
+from pipelinerl.world import Cluster, ClusterNode, build_world_map
 
 ROOT = Path(__file__).parents[3]
 PAGES = (ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")))
@@ -207,7 +207,7 @@ def test_a_recipe_takes_the_cards_that_it_says(name: str, tmp_path: Path, monkey
     servers, ranks = SPLITS.get(name, SPLITS["eight" if "gsm8k" not in RECIPES[name] else "one"])
     num_gpus = 1 + max(int(gpu) for gpu in (*servers[-1], *ranks))
     cluster = Cluster((ClusterNode("h", tuple(map(str, range(num_gpus))), 64),))
-    world = build_world_map(composed.config, cluster, FreePorts(composed.config, reserve=False))
+    world = build_world_map(composed.config, cluster)
     assert [job.gpus for job in world.jobs_of("actor_llm")] == servers
     assert [gpu for job in world.jobs_of("finetune") for gpu in job.gpus] == ranks
 

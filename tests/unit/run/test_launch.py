@@ -74,7 +74,7 @@ def test_a_signal_while_a_run_fails_is_in_its_outcome(
 
     changes: dict[str, Any] = {"check_start": lambda start: [], "bounded_by_record": lambda config: config}
     changes |= {name: lambda *_, **__: nullcontext(MagicMock()) for name in ("FreePorts",)}
-    changes |= dict.fromkeys(("enter", "build_world_map", "save_config", "build_commands"), MagicMock())
+    changes |= dict.fromkeys(("enter", "build_world_map", "save_config"), MagicMock())
     for name, value in {**changes, "supervise": fails}.items():
         monkeypatch.setattr(launch_module, name, value)
     monkeypatch.setattr(launch_module.logging, "basicConfig", MagicMock())

@@ -23,7 +23,7 @@ from pipelinerl.run import preflight
 from pipelinerl.run.fit import Hardware, faults_of, forecast_run
 from pipelinerl.run.model_folder import count_parameters
 from pipelinerl.run.preflight import Start, check_dry_run, function_fault
-from pipelinerl.world import Cluster, ClusterNode, FreePorts, build_world_map, usable_cores
+from pipelinerl.world import Cluster, ClusterNode, build_world_map, usable_cores
 from pipelinerl.world.model_shape import guess_shape
 from pipelinerl.world.rates import card_machine
 
@@ -385,8 +385,7 @@ def test_host_memory_is_that_of_the_nodes_with_ranks(monkeypatch: pytest.MonkeyP
     cluster = Cluster(tuple(nodes))
     for known in (cluster, replace(cluster, nodes=(nodes[0], replace(nodes[1], host_bytes=5e11), nodes[2]))):
         preflight.check_fit(Start(config, known, {}))
-        with FreePorts(config, 0, reserve=False) as ports:
-            (rank,) = build_world_map(config, known, ports, guess_shape("x/7b")).jobs_of("finetune")
+        (rank,) = build_world_map(config, known, model=guess_shape("x/7b")).jobs_of("finetune")
         assert seen.pop() == known.nodes[rank.node_rank].host_bytes
     assert cluster.host_bytes([1, 2]) == 4e11 and cluster.host_bytes([0, 1, 2]) == 8e9
     assert Cluster((nodes[0], ClusterNode("h", (), 1))).host_bytes([0, 1]) is None
@@ -405,7 +404,6 @@ def test_host_memory_is_that_of_the_nodes_with_ranks(monkeypatch: pytest.MonkeyP
 def test_weights_of_a_server_that_do_not_fit_its_gpu(name: str, kwargs: dict[str, Any], is_refused: bool) -> None:
     run, shape = start({"vllm_config": {"vllm_kwargs": kwargs}}, gpus=("0", "1")), guess_shape(name)
     assert shape is not None
-    with FreePorts(run.config, 0, reserve=False) as ports:
-        world = build_world_map(run.config, run.cluster, ports, shape)
+    world = build_world_map(run.config, run.cluster, model=shape)
     faults = faults_of(forecast_run(run.config, world, Hardware(card_machine("H100", 80e9), 10**12), shape))
     assert any(fault.key.endswith("tensor-parallel-size") for fault in faults) == is_refused

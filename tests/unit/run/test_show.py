@@ -11,7 +11,7 @@ from pipelinerl.config import RunConfig
 from pipelinerl.run.processes import Outcome
 from pipelinerl.run.show import print_plan, print_result
 from pipelinerl.rundir.layout import RunDir, newest_training_state
-from pipelinerl.world import Cluster, ClusterNode, FreePorts, build_world_map
+from pipelinerl.world import Cluster, ClusterNode, build_world_map
 
 DONE = {"steps": 12, "success_before": 0.25, "success_after": 0.5, "samples_trained": 96}
 BEST = {"version": 50, "metric": "success_rate", "value": 0.61, "min_version": 50, "max_version": 53}
@@ -70,7 +70,6 @@ def test_the_plan_says_who_waits_for_whom(
 ) -> None:
     run = RunConfig(output_dir="x", **config)
     cluster = Cluster((ClusterNode("127.0.0.1", tuple(map(str, range(gpus))), 2),))
-    with FreePorts(run, reserve=False) as ports:
-        print_plan(run, build_world_map(run, cluster, ports), [])
+    print_plan(run, build_world_map(run, cluster), [])
     shown = capsys.readouterr().out
     assert all(word in shown for word in words)

@@ -13,7 +13,7 @@ from fakes.decoder_shape import decoder_shape
 
 from pipelinerl.config import RunConfig
 from pipelinerl.errors import ConfigError
-from pipelinerl.world import Cluster, ClusterNode, FreePorts, WorldMap, build_world_map, nvml_cards, nvml_gpu_memory
+from pipelinerl.world import Cluster, ClusterNode, WorldMap, build_world_map, nvml_cards, nvml_gpu_memory
 from pipelinerl.world import cluster as cluster_module
 from pipelinerl.world.cluster import Card
 from pipelinerl.world.forecast import trainer_memory, trainer_setup
@@ -89,8 +89,7 @@ def one_gpu(shape: ModelShape, gpu_gib: int = 80, **changes: Any) -> WorldMap:
     vllm = {"vllm_kwargs": {"max_model_len": 10000}}
     config = RunConfig.model_validate({"output_dir": "x", "vllm_config": vllm} | changes)
     cluster = Cluster((ClusterNode("h", ("0",), 16, gpu_gib * GIB),))
-    with FreePorts(config, 0, reserve=False) as ports:
-        return build_world_map(config, cluster, ports, shape)
+    return build_world_map(config, cluster, model=shape)
 
 
 OFFLOAD = {"type": "deepspeed", "config": "deepspeed_stage2_bf16_offload"}
