@@ -141,11 +141,10 @@ class Child:
         self.ended.set()
 
     def last_words(self) -> str:
-        """` Last error: ...`; empty if a signal from elsewhere gave it no chance to say why it ends."""
-        if self.returncode is None or self.returncode >= 0 or self.is_signalled:
-            return f" Last error: {last_error(self.stdout, self.stderr)}"
-        note = crash_note(self.stdout, self.stderr)
-        return f" Last error: {note}" if note else ""
+        """` Last error: ...`, unless a signal from elsewhere gave it no chance to say why it ends, and its log."""
+        is_surprised = self.returncode is not None and self.returncode < 0 and not self.is_signalled
+        note = (crash_note if is_surprised else last_error)(self.stdout, self.stderr)
+        return f"{f' Last error: {note}' if note else ''}\nIts log: {self.stderr.file}"
 
     def kill(self) -> None:
         """Kill the process and its group."""

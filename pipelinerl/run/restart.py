@@ -148,7 +148,8 @@ class RestartBudget:
 @dataclass
 class Server:
     """One server. `is_ours`: the launcher started its process. `joined`: it came in mid run. `due`: when it is to be
-    started (ours) or tried (others) again. Times are seconds of the monotonic clock."""
+    started (ours) or tried (others) again. `trouble`: why it is being ended. Times are seconds of the monotonic clock.
+    """
 
     name: str
     url: str
@@ -200,13 +201,6 @@ class ServerKeeper:
     def is_empty(self) -> bool:
         """Whether the pool `actor` had servers and has none any more."""
         return not self.policy_servers and any(server.is_policy for server in self.servers.values())
-
-    def is_removed(self, name: str) -> bool:
-        return self.servers[name].state == "removed"
-
-    def is_ending(self, name: str) -> bool:
-        """Whether this is a server that is being ended."""
-        return name in self.servers and bool(self.servers[name].trouble)
 
     def can_lose(self, name: str) -> bool:
         """Whether the end of this server is no reason to restart it, nor to end the run before `find_unserved` does."""

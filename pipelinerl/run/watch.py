@@ -35,7 +35,7 @@ from pipelinerl.run.processes import (
 from pipelinerl.run.restart import POLICY_KIND, ExitPolicy, ExitVerdict, ServerKeeper
 from pipelinerl.run.start import Command, RunSession
 from pipelinerl.rundir.heartbeat import HeartbeatState
-from pipelinerl.world import SERVER_KINDS
+from pipelinerl.world import SERVER_KINDS, Job
 
 logger = logging.getLogger(__name__)
 MAX_GRACE_S = 10.0
@@ -56,25 +56,28 @@ _BUSY_SHARE, _BUSY_S = 0.05, 1.0
 _LONG_WAIT_S = 30.0
 
 
-class Sign:
-    """What the launcher saw of one process, on its own clock (monotonic seconds): a set clock changes nothing.
+class Watched:
+    """One process of a job, and what the launcher saw of it, on its own clock (monotonic seconds): a set clock changes
+    nothing.
 
     The interpreter lock, held by code in C, silences a process that works. The kernel still counts its CPU time.
 
-    Args:
-        pid: of the process.
-        started_at: when it was started.
+    Attributes:
+        kill_at: when a server that was removed is killed, should it not have ended by then.
     """
 
-    def __init__(self, pid: int, started_at: float) -> None:
-        self.pid = pid
+    def __init__(self, job: Job, node: Node, child: Child) -> None:
+        self.job = job
+        self.node = node
+        self.child = child
+        self.kill_at: float | None = None
         self.beat: HeartbeatState | None = None
-        self.heard_at = self.busy_at = self._seen_at = started_at
+        self.heard_at = self.busy_at = self._seen_at = child.started_at
         self._cpu_s = 0.0
 
     def see(self, beat: HeartbeatState | None, cpu_s: float, now: float) -> None:
         """Take what can be seen `now`: the heartbeat file and the CPU time that the process has used."""
-        if beat is not None and beat.pid == self.pid and beat != self.beat:  # else of an earlier start
+        if beat is not None and beat.pid == self.child.pid and beat != self.beat:  # else of an earlier start
             self.beat, self.heard_at = beat, now
         if now - self._seen_at >= _BUSY_S:  # the kernel counts in steps of 10 ms
             if cpu_s - self._cpu_s > _BUSY_SHARE * (now - self._seen_at):
@@ -109,22 +112,21 @@ class Sign:
         return None
 
 
-def long_waits(children: Iterable[Child], signs: Mapping[str, Sign], now: float) -> str:
+def long_waits(watched: Iterable[Watched], now: float) -> str:
     """What each living process has waited long for, as `; at that time ...`; "" if none has. A run that was
     stopped because it hung says with this where it stood."""
     waits = []
-    for child in children:
-        if child.returncode is not None:
+    for each in watched:
+        if each.child.returncode is not None:
             continue
-        sign = signs[child.name]
-        if (beat := sign.beat) is None:
-            waited_s, what = now - child.started_at, "had given no sign of life for {:.0f} s"
+        if (beat := each.beat) is None:
+            waited_s, what = now - each.child.started_at, "had given no sign of life for {:.0f} s"
         elif beat.waited_s is None:
             continue
         else:
-            waited_s, what = beat.waited_s + now - sign.heard_at, f"had waited {{:.0f}} s for {beat.waiting_for}"
+            waited_s, what = beat.waited_s + now - each.heard_at, f"had waited {{:.0f}} s for {beat.waiting_for}"
         if waited_s >= _LONG_WAIT_S:
-            waits.append(f"{child.name} {what.format(waited_s)}")
+            waits.append(f"{each.child.name} {what.format(waited_s)}")
     return f"; at that time {', '.join(waits)}" if waits else ""
 
 
@@ -146,11 +148,7 @@ class Supervisor:
         self._policy = policy
         self._keeper = keeper
         self._nodes = nodes
-        self._jobs = {command.job.name: command.job for command in session.commands}
-        self._children: dict[str, Child] = {}
-        self._signs: dict[str, Sign] = {}
-        #: When a server that was removed is killed, should it not have ended by then; when the run must have finished.
-        self._kill_at: dict[str, float] = {}
+        self._watched: dict[str, Watched] = {}
         self._finish_by: float | None = None
         self._lost: list[NodeLost] = []
         self._is_signalled = False
@@ -181,14 +179,10 @@ class Supervisor:
             elif left := end.result():
                 logger.error("processes that outlived SIGKILL on node %d: %s", rank, left)
 
-    def _node_of(self, name: str) -> Node:
-        return self._nodes[self._jobs[name].node_rank]
-
     def _start(self) -> Outcome | None:
         for command in self._session.commands:
-            folder = self._session.run_dir.job(command.job.name)
-            folder.mkdir(parents=True, exist_ok=True)
-            script = folder / "command.sh"
+            script = self._session.run_dir.job(command.job.name) / "command.sh"
+            script.parent.mkdir(parents=True, exist_ok=True)
             script.write_text(command.script(), encoding="utf-8")
             script.chmod(0o755)
             if (outcome := self._spawn(command)) is not None:
@@ -196,14 +190,14 @@ class Supervisor:
         return None
 
     def _spawn(self, command: Command) -> Outcome | None:
-        name = command.job.name
+        name, node = command.job.name, self._nodes[command.job.node_rank]
         try:
-            child = self._node_of(name).start(command)
+            self._watched[name] = Watched(command.job, node, node.start(command))
         except OSError as error:
-            reason, is_lost = f"{name} could not be started: {error}", not self._node_of(name).answers
-            return Outcome("failed", reason, EXIT_RUN_FAILED, name, has_lost_node=is_lost)
-        self._children[name], self._signs[name] = child, Sign(child.pid, child.started_at)
-        logger.info("started %s (pid %d), logs in %s", name, child.pid, self._session.run_dir.job(name))
+            reason = f"{name} could not be started: {error}"
+            return Outcome("failed", reason, EXIT_RUN_FAILED, name, has_lost_node=not node.answers)
+        pid, folder = self._watched[name].child.pid, self._session.run_dir.job(name)
+        logger.info("started %s (pid %d), logs in %s", name, pid, folder)
         return None
 
     def _watch(self) -> Outcome:
@@ -223,8 +217,8 @@ class Supervisor:
 
     def _tick_s(self, now: float) -> float:
         """Longest wait for an event: until the next heartbeat, or until something is due."""
-        dues = [*(at - now for at in self._kill_at.values()), self._config.heartbeat_interval_s]
-        return min([*dues, *self._keeper.dues_s(now)])
+        kills = [each.kill_at - now for each in self._watched.values() if each.kill_at is not None]
+        return min([self._config.heartbeat_interval_s, *kills, *self._keeper.dues_s(now)])
 
     def _next_event(self, timeout_s: float) -> Event | None:
         try:
@@ -236,7 +230,7 @@ class Supervisor:
         """The outcome of the run if this event decides it."""
         if isinstance(event, Interrupted | NodeSignalled):
             self._is_signalled = isinstance(event, Interrupted)
-            waits = long_waits(self._children.values(), self._signs, time.monotonic())
+            waits = long_waits(self._watched.values(), time.monotonic())
             reason = f"stopped by {signal.Signals(event.signum).name}{waits}"
             return Outcome("interrupted", reason, 128 + event.signum)
         if isinstance(event, NodeLost):
@@ -245,7 +239,7 @@ class Supervisor:
             return Outcome("failed", event.reason, EXIT_RUN_FAILED, "launch")
         if isinstance(event, PoolAnswered):
             name, trouble = event.answer.name, self._keeper.on_answer(event.answer, time.monotonic())
-            if trouble is not None and name in self._children:
+            if trouble is not None and name in self._watched:
                 self._end_server(name, trouble)
             elif trouble is not None:
                 self._keeper.lose(name, trouble, time.monotonic())
@@ -256,33 +250,31 @@ class Supervisor:
     def _lose_node(self, lost: NodeLost) -> Outcome | None:
         """Servers of the policy that were on it leave the run; whatever else was there ends it."""
         text = self._note_lost(lost)
-        there = [
-            name for name, child in self._children.items() if self._is_on(name, lost.rank) and child.returncode != 0
-        ]
-        needed = [name for name in there if self._jobs[name].kind != POLICY_KIND]
+        there = [each for each in self._of_node(lost.rank) if each.child.returncode != 0]
+        names = ", ".join(each.job.name for each in there)
+        needed = [each.job.name for each in there if each.job.kind != POLICY_KIND]
         if needed:
-            reason = f"{text}; {', '.join(there)} ran there"
-            return Outcome("failed", reason, EXIT_RUN_FAILED, needed[0], has_lost_node=True)
-        logger.error("%s; the run goes on without %s", text, ", ".join(there) or "it")
-        for name in there:
-            self._kill_at.pop(name, None)
-            self._keeper.leave(name, text)
+            return Outcome("failed", f"{text}; {names} ran there", EXIT_RUN_FAILED, needed[0], has_lost_node=True)
+        logger.error("%s; the run goes on without %s", text, names or "it")
+        for each in there:
+            each.kill_at = None
+            self._keeper.leave(each.job.name, text)
         return None
 
     def _note_lost(self, lost: NodeLost) -> str:
         """Which node is gone, and why."""
         self._lost.append(lost)
-        host = next((job.host for job in self._jobs.values() if job.node_rank == lost.rank), "no jobs")
-        for name, child in self._children.items():
-            if self._is_on(name, lost.rank) and child.is_alive:
-                child.end(-signal.SIGKILL)
-        return f"node {lost.rank} ({host}) {lost.reason}"
+        there = self._of_node(lost.rank)
+        for each in there:
+            if each.child.is_alive:
+                each.child.end(-signal.SIGKILL)
+        return f"node {lost.rank} ({there[0].job.host if there else 'no jobs'}) {lost.reason}"
 
-    def _is_on(self, name: str, rank: int) -> bool:
-        return self._jobs[name].node_rank == rank
+    def _of_node(self, rank: int) -> list[Watched]:
+        return [each for each in self._watched.values() if each.job.node_rank == rank]
 
     def _judge_exit(self, event: ChildExited) -> Outcome | None:
-        job = self._jobs[event.name]
+        job = self._watched[event.name].job
         if job.kind in SERVER_KINDS:
             return self._judge_server_exit(event)
         verdict = self._policy.on_exit(job, event.returncode)
@@ -293,10 +285,10 @@ class Supervisor:
         return Outcome("completed", None, 0) if verdict.kind == "finished" else self._blame(event, verdict)
 
     def _judge_server_exit(self, event: ChildExited) -> Outcome | None:
-        name, child = event.name, self._children[event.name]
-        if self._keeper.is_removed(name):
-            self._kill_at.pop(name, None)
-            self._node_of(name).end_rest(child)  # its helpers hold its device
+        name, watched = event.name, self._watched[event.name]
+        if self._keeper.servers[name].state == "removed":
+            watched.kill_at = None
+            watched.node.end_rest(watched.child)  # its helpers hold its device
             return None
         if self._keeper.can_lose(name):
             # Nobody is left to give a new one the weights. The other servers can finish what is left; `find_unserved`
@@ -307,9 +299,9 @@ class Supervisor:
             return None
         # The others hear of it first; what is left of the server must be gone before it is started again.
         why_not = self._keeper.on_exit(name, event.returncode, time.monotonic())
-        self._node_of(name).end_rest(child)
+        watched.node.end_rest(watched.child)
         if why_not is None:
-            logger.warning("%s ended.%s Its log: %s", name, child.last_words(), child.stderr.file)
+            logger.warning("%s ended.%s", name, watched.child.last_words())
             return None
         return self._blame(event, ExitVerdict("failed", why_not))
 
@@ -317,22 +309,23 @@ class Supervisor:
         """Requests of the command `pool`, servers that are due or late, evaluation without a server."""
         take_requests(self._session.run_dir, self._answer_request)
         now, keeper = time.monotonic(), self._keeper
-        for name in [name for name, at in self._kill_at.items() if at <= now]:
-            del self._kill_at[name]
-            if self._children[name].is_alive:
-                logger.warning("%s was removed and does not end: it is killed", name)
-                self._children[name].kill()
+        for each in self._watched.values():
+            if each.kill_at is not None and each.kill_at <= now:
+                each.kill_at = None
+                if each.child.is_alive:
+                    logger.warning("%s was removed and does not end: it is killed", each.job.name)
+                    each.child.kill()
         if (lost := keeper.find_unserved(now)) is not None:
             server, reason = lost
-            if child := self._children.get(server.name):
-                reason += f".{child.last_words()}\nIts log: {child.stderr.file}"
+            if watched := self._watched.get(server.name):
+                reason += f".{watched.child.last_words()}"
             return Outcome("failed", reason, EXIT_RUN_FAILED, server.name)
         if (late := keeper.find_late(now)) is not None:
             self._end_server(late, "did not get the weights in time after its start")
         for server in keeper.take_due(now):
             command = next((each for each in self._session.commands if each.job.name == server.name), None)
             if command is not None and (outcome := self._spawn(command)) is not None:
-                if self._node_of(server.name).answers:
+                if self._nodes[command.job.node_rank].answers:
                     return outcome
                 keeper.postpone(server.name, now)  # its node comes back, or is lost
                 continue
@@ -353,34 +346,34 @@ class Supervisor:
         except ValueError as error:
             return PoolReply(None, str(error))
         logger.warning("%s (%s) was removed", server.name, server.url)
-        if (child := self._children.get(server.name)) is not None and child.is_alive:
-            child.terminate()
-            self._kill_at[server.name] = now + min(self._config.shutdown_grace_s, MAX_GRACE_S)
+        if (watched := self._watched.get(server.name)) is not None and watched.child.is_alive:
+            watched.child.terminate()
+            watched.kill_at = now + min(self._config.shutdown_grace_s, MAX_GRACE_S)
         return PoolReply(server.name)
 
     def _end_server(self, name: str, trouble: str) -> None:
         """End a server that is useless now; its end decides whether it is started again."""
         logger.warning("%s %s", name, trouble)
         self._keeper.give_up(name, trouble, time.monotonic())
-        if (child := self._children.get(name)) is not None and child.is_alive:
-            child.kill()
+        if (watched := self._watched.get(name)) is not None and watched.child.is_alive:
+            watched.child.kill()
 
     def _find_stuck(self, now: float) -> Outcome | None:
         pause_s, self._last_tick = now - self._last_tick, now
         if pause_s > self._config.heartbeat_timeout_s / 2:
             logger.warning("the launcher itself was held up for %.0f s; heartbeats are judged from now on", pause_s)
-            for sign in self._signs.values():
-                sign.forgive(now)
+            for each in self._watched.values():
+                each.forgive(now)
             return None
-        for name, child in self._children.items():
-            if not child.is_alive or self._keeper.is_ending(name):
+        for name, watched in self._watched.items():
+            child, server = watched.child, self._keeper.servers.get(name)
+            if not child.is_alive or (server is not None and server.trouble):  # it is being ended
                 continue
-            sign = self._signs[name]
-            if not self._node_of(name).answers:  # it comes back, or is lost
-                sign.forgive(now)
+            if not watched.node.answers:  # it comes back, or is lost
+                watched.forgive(now)
                 continue
-            sign.see(*self._node_of(name).look(child), now)
-            if (reason := sign.why_stuck(self._config, now)) is None:
+            watched.see(*watched.node.look(child), now)
+            if (reason := watched.why_stuck(self._config, now)) is None:
                 continue
             if self._keeper.survives_end_of(name, now):
                 self._end_server(name, reason)
@@ -398,14 +391,13 @@ class Supervisor:
         ends: list[tuple[ChildExited, ExitVerdict]] = [(first, verdict)]
         lost = self._collect_ends(ends)
         event, verdict = min(ends, key=self._blame_order)  # min keeps the earliest of equals
-        child = self._children[event.name]
+        child = self._watched[event.name].child
         if verdict.kind == "user_error" and (message := user_error(child.stderr)) is not None:
             return Outcome("failed", f"{event.name}: {message}", EXIT_USER_ERROR, event.name)
         reason = f"{event.name} {verdict.reason}.{child.last_words()}"
         others = [f"{e.name} ({describe_exit(e.returncode)})" for e, _ in ends if e.name != event.name]
         if others:
             reason += f"\nAlso ended: {', '.join(others)}"
-        reason += f"\nIts log: {child.stderr.file}"
         if lost is not None:
             reason = f"{self._note_lost(lost)}\nThen: {reason}"
         return Outcome("failed", reason, EXIT_RUN_FAILED, event.name, has_lost_node=lost is not None)
@@ -426,7 +418,7 @@ class Supervisor:
             if isinstance(event, NodeLost) and not is_clear:
                 return event
             if isinstance(event, ChildExited):
-                verdict = self._policy.on_exit(self._jobs[event.name], event.returncode)
+                verdict = self._policy.on_exit(self._watched[event.name].job, event.returncode)
                 if verdict.kind in ("failed", "user_error"):
                     ends.append((event, verdict))
 
@@ -437,7 +429,7 @@ class Supervisor:
             return 0
         if event.returncode < 0:
             return 1
-        return _UNCLEAR if self._jobs[event.name].kind in SERVER_KINDS else _UNCLEAR + 1
+        return _UNCLEAR if self._watched[event.name].job.kind in SERVER_KINDS else _UNCLEAR + 1
 
     def _let_trainers_save(self) -> float:
         """After a signal: ask the trainers to save, and block until they ended, the time is over, or this launcher
@@ -446,12 +438,13 @@ class Supervisor:
         Returns the grace period of the other processes, so that all of it stays near `shutdown_grace_s`.
         """
         deadline = time.monotonic() + self._config.shutdown_grace_s
-        saving = [child for child in self._children.values() if child.is_alive and self._is_trainer(child.name)]
+        trainers = [each.child for each in self._watched.values() if each.job.kind == "finetune"]
+        saving = [child for child in trainers if child.is_alive]
         for child in saving:
             child.terminate()
         while saving and (left_s := deadline - time.monotonic()) > 0:
             event = self._next_event(left_s)
-            if isinstance(event, ChildExited) and self._is_trainer(event.name):
+            if isinstance(event, ChildExited):
                 saving = [child for child in saving if child.name != event.name]
             elif isinstance(event, NodeLost):
                 self._note_lost(event)
@@ -465,6 +458,3 @@ class Supervisor:
             logger.warning("%s does not end; where its threads are is in %s", child.name, child.stderr.file)
             child.dump_stacks()
         return min(MAX_GRACE_AFTER_FAILURE_S, max(deadline - time.monotonic(), MIN_GRACE_S))
-
-    def _is_trainer(self, name: str) -> bool:
-        return self._jobs[name].kind == "finetune"

@@ -199,7 +199,7 @@ def test_l1_a_server_that_the_trainer_dropped(kept: Kept, has_served: bool) -> N
     trouble = kept.dropped("actor_llm_0", 2.0)
     assert trouble is not None and "401" in trouble
     kept.keeper.give_up("actor_llm_0", trouble, 2.0)
-    assert kept.keeper.is_ending("actor_llm_0")
+    assert kept.keeper.servers["actor_llm_0"].trouble == trouble
     assert kept.dropped("actor_llm_0", 2.5) is None  # said once
     reason = kept.keeper.on_exit("actor_llm_0", -9, 3.0)
     assert kept.events == [("actor_llm_0", "down", 0)]
@@ -257,7 +257,7 @@ def test_removing(kept: Kept) -> None:
     assert kept.events[1:] == [("joined_0", "removed", 0)]  # what runs there may end there
     kept.keeper.remove("actor_llm_0", 3.0)
     assert kept.events[2:] == [("actor_llm_0", "down", 0), ("actor_llm_0", "removed", 0)]
-    assert kept.keeper.is_removed("actor_llm_0") and not kept.keeper.is_empty
+    assert kept.keeper.servers["actor_llm_0"].state == "removed" and not kept.keeper.is_empty
     for name in ("actor_llm_0", "actor_llm_1"):  # it is gone; it is the last one
         with pytest.raises(ValueError):
             kept.keeper.remove(name, 4.0)

@@ -19,7 +19,7 @@ from pipelinerl.run.node import Sighting
 from pipelinerl.run.processes import Child, ChildExited, Event, Interrupted, NodeLost, NodeSignalled
 from pipelinerl.run.restart import ExitPolicy, ServerKeeper, can_resume
 from pipelinerl.run.start import Command, RunSession
-from pipelinerl.run.watch import MIN_GRACE_S, Sign, Supervisor, long_waits
+from pipelinerl.run.watch import MIN_GRACE_S, Supervisor, Watched, long_waits
 from pipelinerl.rundir.heartbeat import HeartbeatState
 from pipelinerl.rundir.layout import RunDir, RunIdentity
 from pipelinerl.world import Job, WorldMap
@@ -35,53 +35,6 @@ def waits(waited_s: float, deadline_s: float | None = None, what: str = "data") 
     return beat(waiting_for=what, waited_s=waited_s, deadline_s=deadline_s)
 
 
-@pytest.mark.parametrize(
-    ("state", "now", "said"),
-    [
-        (None, 80.0, None),
-        (None, 81.0, "81 s"),
-        (beat(pid=4), 81.0, "81 s"),  # the heartbeat of an earlier incarnation
-        (beat(), 20.0, None),
-        (beat(), 21.0, "21 s"),
-        (waits(14, 10), 0.0, None),
-        (waits(15, 10), 0.0, "15 s for data"),
-        (waits(1, 10), 14.0, "15 s for data"),
-        (waits(1000), 0.0, None),
-        (beat(progress=3, idle_s=99.0), 2.0, "101 s"),
-        (beat(progress=0, idle_s=5000.0), 2.0, None),  # a server counts nothing
-    ],
-)
-def test_l7_stuck(state: HeartbeatState | None, now: float, said: str | None) -> None:
-    sign = Sign(5, 0.0)
-    sign.see(state, 0.0, 0.0)
-    sign.see(state, 0.0, now)
-    reason = sign.why_stuck(CONFIG, now)
-    assert reason is None if said is None else said in str(reason)
-
-
-def test_x6_a_clock_that_is_set_changes_nothing() -> None:
-    sign = Sign(5, 0.0)
-    for now, wall in enumerate((1000.0, 1005.0, 4605.0, 4607.0, 7.0)):
-        sign.see(beat(uptime_s=now, time=wall, waiting_for="data", waited_s=now, deadline_s=900), 0.0, 2.0 * now)
-        assert sign.why_stuck(CONFIG, 2.0 * now) is None
-
-
-@pytest.mark.parametrize(
-    ("cpu_share", "ends_at", "silent_s"),
-    [(0.5, 500, 302), (0.5, 100, 122), (0.01, 500, 22)],  # works to the end, for 100 s, hardly
-)
-def test_x6_a_process_that_works_without_a_beat_is_alive(cpu_share: float, ends_at: int, silent_s: int) -> None:
-    """Code in C may hold the interpreter lock for as long as the check of the user's code allows."""
-    sign = Sign(5, 0.0)
-    for now in range(0, 500, 2):
-        sign.see(beat(), cpu_share * min(now, ends_at), now)
-        if sign.why_stuck(CONFIG, now) is not None:
-            break
-    assert now == silent_s
-    sign.forgive(now)
-    assert sign.why_stuck(CONFIG, now) is None
-
-
 class FakeChild(Child):
     """Notes what it is asked."""
 
@@ -94,27 +47,6 @@ class FakeChild(Child):
 
     def dump_stacks(self) -> None:
         self.asked.append("dump_stacks")
-
-
-def test_a_stopped_run_says_what_its_processes_waited_for(tmp_path: Path) -> None:
-    """Long waits only; a process that gave no sign of life counts from its start."""
-    beats = {
-        "actor_0": waits(29, what="samples"),
-        "finetune_0": waits(125, what="servers"),
-        "preprocessor_0": beat(),
-        "actor_llm_0": beat(pid=4),
-    }
-    children = [FakeChild(name, 5, 900.0) for name in (*beats, "verifier_0")]
-    children[-1].returncode = 0
-    signs = {child.name: Sign(child.pid, child.started_at) for child in children}
-    for name, state in beats.items():
-        signs[name].see(state, 0.0, 1050.0)
-    text = long_waits(children, signs, 1050.0)
-    assert "finetune_0 had waited 125 s for servers" in text and "actor_llm_0" in text and "150 s" in text
-    assert not any(name in text for name in ("actor_0 ", "preprocessor_0", "verifier_0"))
-    assert long_waits(children[:1], signs, 1050.0) == ""
-    # A wait goes on while its process is silent.
-    assert "actor_0 had waited 39 s for samples" in long_waits(children[:1], signs, 1060.0)
 
 
 class FakeNode:
@@ -145,6 +77,79 @@ class FakeNode:
     def end_all(self, grace_s: float) -> list[int]:
         self.ended = True
         return []
+
+
+def watched(name: str = "actor_0", pid: int = 5, started_at: float = 0.0) -> Watched:
+    kind, _, idx = name.rpartition("_")
+    job = Job(kind, name, int(idx), int(idx), 0, "h", [], None, None, None, 1)
+    return Watched(job, FakeNode(), FakeChild(name, pid, started_at))
+
+
+@pytest.mark.parametrize(
+    ("state", "now", "said"),
+    [
+        (None, 80.0, None),
+        (None, 81.0, "81 s"),
+        (beat(pid=4), 81.0, "81 s"),  # the heartbeat of an earlier incarnation
+        (beat(), 20.0, None),
+        (beat(), 21.0, "21 s"),
+        (waits(14, 10), 0.0, None),
+        (waits(15, 10), 0.0, "15 s for data"),
+        (waits(1, 10), 14.0, "15 s for data"),
+        (waits(1000), 0.0, None),
+        (beat(progress=3, idle_s=99.0), 2.0, "101 s"),
+        (beat(progress=0, idle_s=5000.0), 2.0, None),  # a server counts nothing
+    ],
+)
+def test_l7_stuck(state: HeartbeatState | None, now: float, said: str | None) -> None:
+    sign = watched()
+    sign.see(state, 0.0, 0.0)
+    sign.see(state, 0.0, now)
+    reason = sign.why_stuck(CONFIG, now)
+    assert reason is None if said is None else said in str(reason)
+
+
+def test_x6_a_clock_that_is_set_changes_nothing() -> None:
+    sign = watched()
+    for now, wall in enumerate((1000.0, 1005.0, 4605.0, 4607.0, 7.0)):
+        sign.see(beat(uptime_s=now, time=wall, waiting_for="data", waited_s=now, deadline_s=900), 0.0, 2.0 * now)
+        assert sign.why_stuck(CONFIG, 2.0 * now) is None
+
+
+@pytest.mark.parametrize(
+    ("cpu_share", "ends_at", "silent_s"),
+    [(0.5, 500, 302), (0.5, 100, 122), (0.01, 500, 22)],  # works to the end, for 100 s, hardly
+)
+def test_x6_a_process_that_works_without_a_beat_is_alive(cpu_share: float, ends_at: int, silent_s: int) -> None:
+    """Code in C may hold the interpreter lock for as long as the check of the user's code allows."""
+    sign = watched()
+    for now in range(0, 500, 2):
+        sign.see(beat(), cpu_share * min(now, ends_at), now)
+        if sign.why_stuck(CONFIG, now) is not None:
+            break
+    assert now == silent_s
+    sign.forgive(now)
+    assert sign.why_stuck(CONFIG, now) is None
+
+
+def test_a_stopped_run_says_what_its_processes_waited_for(tmp_path: Path) -> None:
+    """Long waits only; a process that gave no sign of life counts from its start."""
+    beats = {
+        "actor_0": waits(29, what="samples"),
+        "finetune_0": waits(125, what="servers"),
+        "preprocessor_0": beat(),
+        "actor_llm_0": beat(pid=4),
+    }
+    jobs = [watched(name, started_at=900.0) for name in (*beats, "verifier_0")]
+    jobs[-1].child.returncode = 0
+    for each, state in zip(jobs, beats.values(), strict=False):
+        each.see(state, 0.0, 1050.0)
+    text = long_waits(jobs, 1050.0)
+    assert "finetune_0 had waited 125 s for servers" in text and "actor_llm_0" in text and "150 s" in text
+    assert not any(name in text for name in ("actor_0 ", "preprocessor_0", "verifier_0"))
+    assert long_waits(jobs[:1], 1050.0) == ""
+    # A wait goes on while its process is silent.
+    assert "actor_0 had waited 39 s for samples" in long_waits(jobs[:1], 1060.0)
 
 
 @pytest.fixture(autouse=True)
@@ -184,9 +189,12 @@ class SavingRun:
         self.nodes = {rank: FakeNode(root / "stderr.log", self.events) for rank in nodes}
         self.supervisor = Supervisor(session, ExitPolicy(jobs, None), self.keeper, self.nodes)
         self.trainers = [FakeChild(f"finetune_{i}") for i in range(trainers)]
-        children = [*self.trainers, *(FakeChild(job.name) for job in servers)]
-        self.supervisor._signs = {child.name: Sign(child.pid, 0.0) for child in children}
-        self.supervisor._children = {child.name: child for child in children}
+        children = {child.name: child for child in self.trainers}
+        self.supervisor._watched = {
+            job.name: Watched(job, self.nodes[job.node_rank], children.get(job.name) or FakeChild(job.name))
+            for job in jobs
+            if job.kind != "actor"
+        }
         self.grace_s = grace_s
         assert self.supervisor._handle(Interrupted(15) if is_signalled else NodeSignalled(1, 15)) is not None
 
