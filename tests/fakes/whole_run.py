@@ -7,12 +7,14 @@ import os
 import subprocess
 import sys
 import textwrap
-from collections.abc import Mapping, Sequence
+import time
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import psutil
+from fakes.limits import PROCESS_LIMIT_S
 
 TASK_CODE = '''
 import time
@@ -132,6 +134,38 @@ class WholeRun:
         for file in sorted(self.output_dir.glob("*/stderr.log")):
             parts.append(f"--- {file.parent.name}\n{file.read_text(errors='replace')[-1500:]}")
         return "\n".join(parts)
+
+    def steps(self, incarnation: int | None = None) -> list[int]:
+        """Optimizer steps that are done, of one start or of all."""
+        done = [record for record in self.records("trainer") if record.get("type") == "step_done"]
+        return [record["step"] for record in done if incarnation in (None, record["incarnation"])]
+
+    def wait(self, launcher: subprocess.Popen[str], what: str, found: Callable[[], Any]) -> Any:
+        """What `found` returns once it is true; the launcher has to live so long."""
+        end = time.monotonic() + PROCESS_LIMIT_S
+        while not (result := found()):
+            output = launcher.stdout.read() if launcher.poll() is not None and launcher.stdout else ""
+            assert launcher.poll() is None, f"{what}: {output}\n{self.logs()}"
+            assert time.monotonic() < end, f"{what}: not within {PROCESS_LIMIT_S} s\n{self.logs()}"
+            time.sleep(0.2)
+        return result
+
+    def audit(self) -> dict[str, Any]:
+        """What `audit` prints of a run in which everything adds up."""
+        command = [sys.executable, "-m", "pipelinerl", "audit", str(self.output_dir), "--json"]
+        done = subprocess.run(command, capture_output=True, text=True, env=environment(), timeout=300, check=False)
+        report: dict[str, Any] = json.loads(done.stdout)
+        assert done.returncode == 0 and report["clean"], report["faults"]
+        assert sum(report["fates"].values()) == report["submitted"]
+        return report
+
+    def process(self, job: str) -> psutil.Process:
+        """The process of a job."""
+        for process in self.living_processes():
+            words = process.cmdline()
+            if "--job" in words and words[words.index("--job") + 1] == job and "rollout_worker" not in " ".join(words):
+                return process
+        raise AssertionError(f"{job} is not running")
 
     def living_processes(self) -> list[psutil.Process]:
         """Processes of this run that still exist (they carry the run directory in their arguments)."""

@@ -5,22 +5,11 @@ from __future__ import annotations
 import subprocess
 import sys
 import time
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
-from fakes.limits import PROCESS_LIMIT_S
 from fakes.vllm_process import VLLMProcess
 from fakes.whole_run import WholeRun, environment, make_whole_run
-
-
-def _wait(run: WholeRun, launcher: subprocess.Popen[str], what: str, found: Callable[[], Any]) -> None:
-    end = time.monotonic() + PROCESS_LIMIT_S
-    while not found():
-        assert launcher.poll() is None, f"{what}\n{run.logs()}"
-        assert time.monotonic() < end, f"{what}: not within {PROCESS_LIMIT_S} s\n{run.logs()}"
-        time.sleep(0.2)
 
 
 def _pool(*arguments: str) -> str:
@@ -36,10 +25,6 @@ def _pool(*arguments: str) -> str:
     return done.stdout
 
 
-def _steps(run: WholeRun) -> int:
-    return max((r["step"] for r in run.records("trainer") if r.get("type") == "step_done"), default=0)
-
-
 def _is_busy(run: WholeRun, since: float) -> bool:
     return any(row.get("actor/server_busy_1", 0) > 0 for row in run.metric_rows() if row.get("time", 0) > since)
 
@@ -52,16 +37,16 @@ def test_a_server_joins_and_leaves(tmp_path: Path, monkeypatch: pytest.MonkeyPat
         monkeypatch.setenv("PIPELINERL_SERVER_TOKEN", server.token)
         launcher = run.start("finetune.max_train_steps=100000")
         try:
-            _wait(run, launcher, "the first steps", lambda: _steps(run) >= 2)
+            run.wait(launcher, "the first steps", lambda: len(run.steps()) >= 2)
             since = time.time()
             assert "joined_0 serves with version" in _pool("add", server.url, str(run.output_dir), "--timeout", "280")
-            _wait(run, launcher, "rollouts on the server", lambda: _is_busy(run, since))
+            run.wait(launcher, "rollouts on the server", lambda: _is_busy(run, since))
             ready = next(r for r in run.records("pool") if r.get("name") == "joined_0" and "probe_abs_diff" in r)
             assert ready["probe_abs_diff"] < 1e-3
             assert "joined_0" in _pool("list", str(run.output_dir))
             _pool("remove", server.url, str(run.output_dir))
-            reached = _steps(run)
-            _wait(run, launcher, "steps without it", lambda: _steps(run) >= reached + 3)
+            reached = max(run.steps())
+            run.wait(launcher, "steps without it", lambda: max(run.steps()) >= reached + 3)
             launcher.terminate()
             launcher.communicate(timeout=300)
         finally:
@@ -69,6 +54,5 @@ def test_a_server_joins_and_leaves(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     assert run.summary["status"] == "interrupted"
     failed = {record["reason"] for record in run.records("fates") if record["fate"] == "failed"}
     assert not failed
-    audit = [sys.executable, "-m", "pipelinerl", "audit", str(run.output_dir)]
-    assert subprocess.run(audit, env=environment(), timeout=300, check=False).returncode == 0
+    run.audit()
     assert run.living_processes() == []

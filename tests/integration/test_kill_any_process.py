@@ -22,20 +22,8 @@ def _wait_for_training(run: WholeRun, launcher: subprocess.Popen[str]) -> float:
     What is returned is how many times slower the machine is now than it should be; at least 1.
     """
     began = time.monotonic()
-    while (start_s := time.monotonic() - began) < PROCESS_LIMIT_S:
-        assert launcher.poll() is None, f"{launcher.stdout.read() if launcher.stdout else ''}\n{run.logs()}"
-        if any(record.get("type") == "step_done" for record in run.records("trainer")):
-            return max(1.0, start_s / FIRST_STEP_S)
-        time.sleep(0.5)
-    pytest.fail(f"no step within {PROCESS_LIMIT_S} s\n{run.logs()}")
-
-
-def _pid_of(run: WholeRun, job: str) -> int:
-    for process in run.living_processes():
-        words = process.cmdline()
-        if "--job" in words and words[words.index("--job") + 1] == job:
-            return process.pid
-    pytest.fail(f"{job} is not running")
+    run.wait(launcher, "the first step", run.steps)
+    return max(1.0, (time.monotonic() - began) / FIRST_STEP_S)
 
 
 def _still_running(processes: list[psutil.Process], timeout_s: float) -> list[psutil.Process]:
@@ -51,7 +39,7 @@ def test_l5_a_killed_job_ends_the_run(job: str, tmp_path: Path) -> None:
     launcher = run.start("finetune.max_train_steps=1000", "supervise.max_server_restarts=0")
     try:
         slowness = _wait_for_training(run, launcher)
-        psutil.Process(_pid_of(run, job)).kill()
+        run.process(job).kill()
         killed_at = time.monotonic()
         output, _ = launcher.communicate(timeout=PROCESS_LIMIT_S)
         assert time.monotonic() - killed_at < slowness * END_S

@@ -2,50 +2,17 @@
 
 from __future__ import annotations
 
-import json
 import signal
 import subprocess
 import sys
-import time
 from collections import Counter
 from pathlib import Path
-from typing import Any
 
-import psutil
 import pytest
 from fakes.limits import PROCESS_LIMIT_S
 from fakes.whole_run import WholeRun, make_whole_run
 
 SAVE = "finetune.save_checkpoint_steps=2"
-
-
-def _audit(run: WholeRun) -> dict[str, Any]:
-    command = [sys.executable, "-m", "pipelinerl", "audit", str(run.output_dir), "--json"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
-    report: dict[str, Any] = json.loads(done.stdout)
-    assert done.returncode == 0 and report["clean"], report["faults"]
-    assert sum(report["fates"].values()) == report["submitted"]
-    return report
-
-
-def _wait_for_step(run: WholeRun, launcher: subprocess.Popen[str], step: int, incarnation: int) -> None:
-    end = time.monotonic() + PROCESS_LIMIT_S
-    while time.monotonic() < end:
-        assert launcher.poll() is None, f"{launcher.stdout.read() if launcher.stdout else ''}\n{run.logs()}"
-        done = [r for r in run.records("trainer") if r["type"] == "step_done" and r["incarnation"] == incarnation]
-        if done and done[-1]["step"] >= step:
-            return
-        time.sleep(0.2)
-    pytest.fail(f"no step {step}\n{run.logs()}")
-
-
-def _kill(run: WholeRun, job: str) -> None:
-    for process in run.living_processes():
-        words = process.cmdline()
-        if "--job" in words and words[words.index("--job") + 1] == job:
-            psutil.Process(process.pid).kill()
-            return
-    pytest.fail(f"{job} is not running")
 
 
 @pytest.mark.slow
@@ -54,29 +21,29 @@ def test_d1_d7_a_run_is_killed_preempted_resumed_and_continued(tmp_path: Path) -
     run = make_whole_run(tmp_path)
 
     launcher = run.start("finetune.max_train_steps=1000", SAVE)
-    _wait_for_step(run, launcher, 3, incarnation=0)
-    _kill(run, "finetune_0")
+    run.wait(launcher, "step 3", lambda: 3 in run.steps(0))
+    run.process("finetune_0").kill()
     output, _ = launcher.communicate(timeout=300)
     assert launcher.returncode == 1 and "finetune_0" in output
-    killed = _audit(run)
+    killed = run.audit()
     assert killed["starts"] == 1 and killed["fates"]["pending"] > 0
 
     launcher = run.start("finetune.max_train_steps=1000", SAVE)
-    _wait_for_step(run, launcher, 5, incarnation=1)
+    run.wait(launcher, "step 5", lambda: max(run.steps(1), default=0) >= 5)
     launcher.send_signal(signal.SIGTERM)
     output, _ = launcher.communicate(timeout=300)
     assert launcher.returncode == 143, output
     assert run.summary["status"] == "interrupted" and run.living_processes() == []
-    last_step = max(r["step"] for r in run.records("trainer") if r["type"] == "step_done")
+    last_step = max(run.steps())
     states = run.output_dir / "finetune" / "training_state"
     assert max(int(folder.name) for folder in states.iterdir()) == last_step, "SIGTERM saves the present step"
-    _audit(run)
+    run.audit()
 
     steps = last_step + 2
     finished = run.run(f"finetune.max_train_steps={steps}", SAVE, timeout_s=PROCESS_LIMIT_S)
     assert finished.returncode == 0, f"{finished.stderr}\n{run.logs()}"
     assert (run.summary["status"], run.summary["steps"]) == ("completed", steps)
-    report = _audit(run)
+    report = run.audit()
     assert (report["starts"], report["steps"]) == (3, steps)
     assert report["fates"]["trained"] == run.summary["samples_trained"]
 
@@ -88,7 +55,7 @@ def test_d1_d7_a_run_is_killed_preempted_resumed_and_continued(tmp_path: Path) -
     longer = run.run(more, SAVE, *other, timeout_s=PROCESS_LIMIT_S)
     assert longer.returncode == 0, f"{longer.stderr}\n{run.logs()}"
     assert f"changed since the last start: finetune.max_train_steps: {steps} -> {steps + 2}" in longer.stderr
-    assert run.summary["steps"] == steps + 2 and _audit(run)["starts"] == 4
+    assert run.summary["steps"] == steps + 2 and run.audit()["starts"] == 4
     _check_streams(run, [0, last_step, steps], steps)
     replay = [sys.executable, "-m", "pipelinerl", "replay", str(run.output_dir), "--verify"]
     replayed = subprocess.run(replay, capture_output=True, text=True, timeout=300, check=False)

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import json
 import subprocess
-import sys
 import time
 import urllib.request
 from collections.abc import Callable, Mapping
@@ -15,9 +13,8 @@ from typing import Any
 
 import psutil
 import pytest
-from fakes.limits import PROCESS_LIMIT_S
 from fakes.vllm_process import VLLMProcess
-from fakes.whole_run import WholeRun, environment, make_whole_run
+from fakes.whole_run import WholeRun, make_whole_run
 
 #: What is promised of a process that died (docs/reliability.md).
 NOTICED_S = 30.0
@@ -29,44 +26,9 @@ JOINED_S = 20.0
 SAME_START = 1.5
 
 
-def _wait(run: WholeRun, launcher: subprocess.Popen[str], what: str, found: Callable[[], Any]) -> Any:
-    """What `found` returns once it is true; the run has to live so long."""
-    end = time.monotonic() + PROCESS_LIMIT_S
-    while not (result := found()):
-        assert launcher.poll() is None, f"{what}: {launcher.stdout.read() if launcher.stdout else ''}\n{run.logs()}"
-        assert time.monotonic() < end, f"{what}: not within {PROCESS_LIMIT_S} s\n{run.logs()}"
-        time.sleep(0.2)
-    return result
-
-
-def _steps(run: WholeRun) -> list[int]:
-    return [record["step"] for record in run.records("trainer") if record.get("type") == "step_done"]
-
-
 def _ready(run: WholeRun, name: str, generation: int) -> dict[str, Any] | None:
     answers = [r for r in run.records("pool") if r.get("type") == "server_ready" and r["name"] == name]
     return next((answer for answer in answers if answer["generation"] == generation), None)
-
-
-def _pid_of(run: WholeRun, job: str) -> int:
-    for process in run.living_processes():
-        words = process.cmdline()
-        if "--job" in words and words[words.index("--job") + 1] == job and "rollout_worker" not in " ".join(words):
-            return process.pid
-    pytest.fail(f"{job} is not running")
-
-
-def _audit(run: WholeRun) -> dict[str, Any]:
-    done = subprocess.run(
-        [sys.executable, "-m", "pipelinerl", "audit", str(run.output_dir), "--json"],
-        capture_output=True,
-        text=True,
-        env=environment(),
-        timeout=300,
-        check=False,
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
-    return json.loads(done.stdout)
 
 
 def _worker_of(server: int) -> int:
@@ -94,15 +56,15 @@ def _kill_and_go_on(folder: Path, overrides: list[str], **how: Any) -> None:
 
 def _two_more_steps(run: WholeRun, launcher: subprocess.Popen[str]) -> None:
     """Wait for them, and then ask the run to end."""
-    reached = max(_steps(run))
-    _wait(run, launcher, "two more steps", lambda: max(_steps(run)) >= reached + 2)
+    reached = max(run.steps())
+    run.wait(launcher, "two more steps", lambda: max(run.steps()) >= reached + 2)
     launcher.terminate()
     launcher.communicate(timeout=300)
 
 
 def _assert_a_clean_end(run: WholeRun) -> None:
     assert run.summary["status"] == "interrupted"
-    assert _audit(run)["clean"]
+    assert run.audit()
     assert run.living_processes() == []
 
 
@@ -117,19 +79,19 @@ def _kill_and_await_return(
     How long vLLM takes to start is the machine's affair: beside it another server starts at the same moment, outside of
     the run (with `vllm_kwargs`), and tells how long that takes under this load. The rest is the product's own share.
     """
-    _wait(run, launcher, "the first steps", lambda: len(_steps(run)) >= 2)
-    psutil.Process(victim(_pid_of(run, "actor_llm_0"))).kill()
+    run.wait(launcher, "the first steps", lambda: len(run.steps()) >= 2)
+    psutil.Process(victim(run.process("actor_llm_0").pid)).kill()
     killed_at = time.time()
-    up = _wait(run, launcher, "the server's new start", lambda: _change(run, "up"))
+    up = run.wait(launcher, "the server's new start", lambda: _change(run, "up"))
     down = _change(run, "down")
     assert down is not None
     control = VLLMProcess(run.model_path, run.task_dir / "control.log", vllm_kwargs)
     with ThreadPoolExecutor(1) as beside:
         try:
             plain_start = beside.submit(_seconds_to_start, control)
-            _wait(run, launcher, "the server's first answer", lambda: _answers(up["url"]))
+            run.wait(launcher, "the server's first answer", lambda: _answers(up["url"]))
             answered_at = time.time()
-            back = _wait(run, launcher, "the server's return", lambda: _ready(run, "actor_llm_0", 1))
+            back = run.wait(launcher, "the server's return", lambda: _ready(run, "actor_llm_0", 1))
             plain_start_s = plain_start.result()
         finally:
             control.stop()
@@ -189,7 +151,7 @@ def test_one_of_two_servers_is_killed(tmp_path: Path) -> None:
             late = [row for row in run.metric_rows() if row.get("time", 0) > back["time"]]
             return any(row.get("actor/server_busy_0", 0) > 0 for row in late)
 
-        _wait(run, launcher, "rollouts on the server that came back", used_again)
+        run.wait(launcher, "rollouts on the server that came back", used_again)
         _two_more_steps(run, launcher)
     finally:
         launcher.kill()
@@ -226,15 +188,15 @@ def test_a_server_is_killed_while_it_starts(tmp_path: Path) -> None:
     launcher = run.start("finetune.max_train_steps=3")
     try:
         beat = run.output_dir / "actor_llm_0" / "heartbeat.json"
-        _wait(run, launcher, "the server's first sign of life", beat.exists)
-        psutil.Process(_pid_of(run, "actor_llm_0")).kill()
+        run.wait(launcher, "the server's first sign of life", beat.exists)
+        run.process("actor_llm_0").kill()
         output, _ = launcher.communicate(timeout=600)
     finally:
         launcher.kill()
     assert launcher.returncode == 0, f"{output}\n{run.logs()}"
     assert run.summary["status"] == "completed"
     assert _ready(run, "actor_llm_0", 1)
-    assert _audit(run)["clean"]
+    assert run.audit()
 
 
 @pytest.mark.timeout(900)
@@ -245,14 +207,14 @@ def test_d1_the_trainer_is_killed_and_the_run_completes(tmp_path: Path, server_t
     run = make_whole_run(tmp_path)
     launcher = run.start("supervise.max_restarts=1", "finetune.save_checkpoint_steps=2", "finetune.max_train_steps=12")
     try:
-        _wait(run, launcher, "the first steps", lambda: len(_steps(run)) >= 2)
+        run.wait(launcher, "the first steps", lambda: len(run.steps()) >= 2)
         if server_too:
-            psutil.Process(_pid_of(run, "actor_llm_0")).kill()
-            back = _wait(run, launcher, "the server's return", lambda: _ready(run, "actor_llm_0", 1))
+            run.process("actor_llm_0").kill()
+            back = run.wait(launcher, "the server's return", lambda: _ready(run, "actor_llm_0", 1))
             assert back["probe_abs_diff"] < 1e-3
-            reached = max(_steps(run))
-            _wait(run, launcher, "the next step", lambda: max(_steps(run)) > reached)
-        psutil.Process(_pid_of(run, "finetune_0")).kill()
+            reached = max(run.steps())
+            run.wait(launcher, "the next step", lambda: max(run.steps()) > reached)
+        run.process("finetune_0").kill()
         output, _ = launcher.communicate(timeout=500)
     finally:
         launcher.kill()
@@ -260,5 +222,5 @@ def test_d1_the_trainer_is_killed_and_the_run_completes(tmp_path: Path, server_t
     summary = run.summary
     assert (summary["status"], summary["steps"], summary["restarts"]) == ("completed", 12, 1)
     assert "finetune_0" in summary["restart_reasons"][0]
-    assert _audit(run)["clean"]
+    assert run.audit()
     assert run.living_processes() == []
