@@ -55,10 +55,7 @@ from pipelinerl.world import (
     FreePorts,
     build_world_map,
     described_cluster,
-    nvml_gpu_lister,
-    nvml_gpu_memory,
     slurm_hint,
-    usable_cores,
 )
 
 logger = logging.getLogger(__name__)
@@ -84,7 +81,7 @@ def start(compose_config: Callable[[], ComposedConfig]) -> int:
         sys.path += [str(folder) for folder in composed.search_dirs]
         config = composed.config.of_stage()
         member = ClusterMember.from_env(os.environ, config.world.cluster)
-        machine = ClusterNode.from_env(os.environ, nvml_gpu_lister, usable_cores(), nvml_gpu_memory)
+        machine = ClusterNode.from_env(os.environ)
         if config.dry_run:
             return show_plan(composed, config, described_cluster(config.world, machine, member))
         check_described(config, member, machine)

@@ -15,7 +15,7 @@ from itertools import groupby
 from pipelinerl.config import RunConfig
 from pipelinerl.config.run import ConventionalSchedule
 from pipelinerl.errors import ConfigError
-from pipelinerl.world import Cluster, WorldMap, memory_of_machine, nvml_cards
+from pipelinerl.world import Cluster, WorldMap, cards_of, memory_of_machine
 from pipelinerl.world.forecast import (
     CACHE,
     GIB,
@@ -100,8 +100,7 @@ def hardware_here(config: RunConfig, cluster: Cluster) -> Hardware | None:
     if cluster.gpu_bytes is None:
         return None
     first = next(machine.gpus[0] for machine in cluster.nodes if machine.gpus)
-    names = [card.name for index, card in enumerate(nvml_cards()) if first == str(index) or card.uuid.startswith(first)]
-    return Hardware(card_machine(names[0] if names else "GPU", cluster.gpu_bytes), memory)
+    return Hardware(card_machine(cards_of([first])[0].name, cluster.gpu_bytes), memory)
 
 
 def forecast_run(

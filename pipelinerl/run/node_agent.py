@@ -37,8 +37,6 @@ from pipelinerl.world import (
     WorldMap,
     can_bind,
     memory_of_machine,
-    nvml_gpu_lister,
-    nvml_gpu_memory,
     usable_cores,
 )
 
@@ -81,7 +79,7 @@ class NodeAgent:
     def __init__(self, host: str, num_gpus: int, num_cpus: int, silence_s: float) -> None:
         visible = os.environ.get("CUDA_VISIBLE_DEVICES", "") if num_gpus else ""
         cores = min(usable_cores(), num_cpus)
-        machine = ClusterNode.from_env({"CUDA_VISIBLE_DEVICES": visible}, nvml_gpu_lister, cores, nvml_gpu_memory, host)
+        machine = ClusterNode.from_env({"CUDA_VISIBLE_DEVICES": visible}, cores, host)
         self._machine = replace(machine, host_bytes=memory_of_machine())
         self._silence_s = silence_s
         self._heard_at = 0.0

@@ -40,8 +40,6 @@ from pipelinerl.world import (
     build_world_map,
     described_cluster,
     memory_of_machine,
-    nvml_gpu_lister,
-    nvml_gpu_memory,
     usable_cores,
 )
 from pipelinerl.world.forecast import GIB, trainer_memory
@@ -117,7 +115,7 @@ def _cluster(args: argparse.Namespace, config: RunConfig) -> Cluster:
     cores = args.cores or usable_cores()
     here = None
     if not (named and args.nodes):
-        machine = ClusterNode.from_env(os.environ, nvml_gpu_lister, cores, nvml_gpu_memory)
+        machine = ClusterNode.from_env(os.environ, cores)
         here = described_cluster(config.world, machine, ClusterMember.from_env(os.environ, config.world.cluster))
     if here is not None and not named and args.nodes is None:
         return here
@@ -176,7 +174,7 @@ def _compare(args: argparse.Namespace) -> None:
     run = find_run(args.run)
     config, world = run.config, run.world
     seen = recorded_steps(run.run_dir.metrics_file)
-    machine = ClusterNode.from_env(os.environ, nvml_gpu_lister, usable_cores(), nvml_gpu_memory)
+    machine = ClusterNode.from_env(os.environ)
     cluster = Cluster.alike(machine, ClusterMember.from_env(os.environ, config.world.cluster))
     hardware = _hardware(args, hardware_here(config, cluster), world.device == "cuda")
     samples = seen.get("finetune/samples") or 1.0

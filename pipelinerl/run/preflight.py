@@ -42,7 +42,7 @@ from pipelinerl.run.model_folder import (
 from pipelinerl.run.start import SOCKET_FOLDER_KEY, inspect, socket_parent, trainer_variables
 from pipelinerl.rundir.durable import ScratchFolder
 from pipelinerl.streams.hub import backend_of
-from pipelinerl.world import Cluster, build_world_map, nvml_gpu_lister
+from pipelinerl.world import Cluster, build_world_map, nvml_cards
 
 #: What the check of the user's code prints when it succeeds.
 _PROBLEMS_FOUND = re.compile(r"(\d+) training problems, \d+ test problems")
@@ -78,37 +78,30 @@ class Start:
 class Check(NamedTuple):
     """One check: raises `UserError`, or returns lines to show.
 
-    `dry_run`: whether a dry run makes it too, and then refuses as a start would, or only reports it.
-    `every_node`: whether the nodes of a cluster make it too, with the config that the launcher saved; `of_machine`:
-    whether they alone do, because the launcher's machine may be another one.
+    `where`: at a start it is made by the launcher, by each node of a cluster too (`every_node`; with the configuration
+    that the launcher saved), by the machines that run jobs alone (`machine`; the launcher's may be another one), or not
+    at all. `dry_run`: what a dry run does.
     """
 
     run: Callable[[Start], list[str]]
     dry_run: Literal["skip", "refuse", "report"] = "skip"
-    at_start: bool = True
-    every_node: bool = False
-    of_machine: bool = False
+    where: Literal["launcher", "every_node", "machine", "nowhere"] = "launcher"
 
 
 def check_start(start: Start) -> list[str]:
-    """Refuse a start that cannot work.
-
-    Returns:
-        Lines for the user: number of problems, remarks.
+    """Refuse a start that cannot work. Returns lines for the user: number of problems, remarks.
 
     Raises:
         UserError: the first fault.
     """
-    is_here = not start.has_agents
-    return [
-        line for check in CHECKS if check.at_start and (is_here or not check.of_machine) for line in check.run(start)
-    ]
+    skipped = {"nowhere", "machine"} if start.has_agents else {"nowhere"}
+    return [line for check in CHECKS if check.where not in skipped for line in check.run(start)]
 
 
 def check_node(start: Start) -> None:
     """The checks of a node of a cluster. Raises UserError."""
     for check in CHECKS:
-        if check.every_node or check.of_machine:
+        if check.where in ("every_node", "machine"):
             check.run(start)
 
 
@@ -168,7 +161,7 @@ def check_device(start: Start) -> list[str]:
     gpus = start.cluster.nodes[start.cluster.rank].gpus
     if start.config.world.device == "cpu" or not gpus:
         return []
-    found = len(nvml_gpu_lister())
+    found = len(nvml_cards())
     too_high = [gpu for gpu in gpus if gpu.isdecimal() and int(gpu) >= found]
     expected, next_step = f"indices below {found}, the number of GPUs here", f"Remove {', '.join(too_high)}."
     if found == 0:
@@ -460,20 +453,20 @@ def _bound_names(tree: ast.Module) -> dict[str, ast.AST]:
 CHECKS = (
     Check(check_task),
     Check(check_output_dir, dry_run="report"),
-    Check(check_vllm, of_machine=True),
-    Check(check_device, of_machine=True),
-    Check(check_streams, every_node=True),
-    Check(check_model_path, dry_run="report", every_node=True),
+    Check(check_vllm, where="machine"),
+    Check(check_device, where="machine"),
+    Check(check_streams, where="every_node"),
+    Check(check_model_path, dry_run="report", where="every_node"),
     Check(check_fit, dry_run="report"),
     Check(check_disk, dry_run="report"),
-    Check(check_servers, dry_run="refuse", every_node=True),
+    Check(check_servers, dry_run="refuse", where="every_node"),
     Check(check_environment, dry_run="report"),
-    Check(check_server_files, dry_run="report", of_machine=True),
+    Check(check_server_files, dry_run="report", where="machine"),
     Check(check_adapter_servers, dry_run="refuse"),
     Check(check_tracking, dry_run="refuse"),
     Check(check_module_names, dry_run="report"),
-    Check(check_dataset_loader, dry_run="report", at_start=False),  # `check_domain` calls it
-    Check(check_rollout_policy, dry_run="report", at_start=False),
-    Check(check_data_sets, dry_run="report", at_start=False),
+    Check(check_dataset_loader, dry_run="report", where="nowhere"),  # `check_domain` calls it
+    Check(check_rollout_policy, dry_run="report", where="nowhere"),
+    Check(check_data_sets, dry_run="report", where="nowhere"),
     Check(check_domain),
 )

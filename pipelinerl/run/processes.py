@@ -146,19 +146,9 @@ class Child:
         note = (crash_note if is_surprised else last_error)(self.stdout, self.stderr)
         return f"{f' Last error: {note}' if note else ''}\nIts log: {self.stderr.file}"
 
-    def kill(self) -> None:
-        """Kill the process and its group."""
-        self._send(signal.SIGKILL, to_group=True)
-
-    def terminate(self) -> None:
-        """Send SIGTERM to the process alone, not to its helpers."""
-        self._send(signal.SIGTERM)
-
-    def dump_stacks(self) -> None:
-        """Make a stuck child write the stacks of its threads to its stderr (it runs with PYTHONFAULTHANDLER=1)."""
-        self._send(signal.SIGABRT)
-
-    def _send(self, signum: int, to_group: bool = False) -> None:
+    def signal(self, signum: int, to_group: bool = False) -> None:
+        """Signal the process alone, or its group. SIGABRT makes it write the stacks of its threads to its stderr (it
+        runs with PYTHONFAULTHANDLER=1)."""
         self.is_signalled = True
         self.send(signum, to_group)
 

@@ -314,7 +314,7 @@ class Supervisor:
                 each.kill_at = None
                 if each.child.is_alive:
                     logger.warning("%s was removed and does not end: it is killed", each.job.name)
-                    each.child.kill()
+                    each.child.signal(signal.SIGKILL, to_group=True)
         if (lost := keeper.find_unserved(now)) is not None:
             server, reason = lost
             if watched := self._watched.get(server.name):
@@ -347,7 +347,7 @@ class Supervisor:
             return PoolReply(None, str(error))
         logger.warning("%s (%s) was removed", server.name, server.url)
         if (watched := self._watched.get(server.name)) is not None and watched.child.is_alive:
-            watched.child.terminate()
+            watched.child.signal(signal.SIGTERM)
             watched.kill_at = now + min(self._config.shutdown_grace_s, MAX_GRACE_S)
         return PoolReply(server.name)
 
@@ -356,7 +356,7 @@ class Supervisor:
         logger.warning("%s %s", name, trouble)
         self._keeper.give_up(name, trouble, time.monotonic())
         if (watched := self._watched.get(name)) is not None and watched.child.is_alive:
-            watched.child.kill()
+            watched.child.signal(signal.SIGKILL, to_group=True)
 
     def _find_stuck(self, now: float) -> Outcome | None:
         pause_s, self._last_tick = now - self._last_tick, now
@@ -380,7 +380,7 @@ class Supervisor:
                 continue
             error = last_error(child.stdout, child.stderr)
             dump = LogPart(child.stderr.file, child.stderr.file.stat().st_size)
-            child.dump_stacks()
+            child.signal(signal.SIGABRT)
             child.ended.wait(_STACK_DUMP_S)
             message = f"{name} {reason}. Last error: {error}\n{stack_note(dump)}"
             return Outcome("failed", f"{message}\nIts log: {child.stderr.file}", EXIT_RUN_FAILED, name)
@@ -441,7 +441,7 @@ class Supervisor:
         trainers = [each.child for each in self._watched.values() if each.job.kind == "finetune"]
         saving = [child for child in trainers if child.is_alive]
         for child in saving:
-            child.terminate()
+            child.signal(signal.SIGTERM)
         while saving and (left_s := deadline - time.monotonic()) > 0:
             event = self._next_event(left_s)
             if isinstance(event, ChildExited):
@@ -456,5 +456,5 @@ class Supervisor:
         for child in saving:
             # The stacks say what it hangs in, a collective for instance.
             logger.warning("%s does not end; where its threads are is in %s", child.name, child.stderr.file)
-            child.dump_stacks()
+            child.signal(signal.SIGABRT)
         return min(MAX_GRACE_AFTER_FAILURE_S, max(deadline - time.monotonic(), MIN_GRACE_S))

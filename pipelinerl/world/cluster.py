@@ -1,7 +1,7 @@
 """What a run can use: nodes, GPUs, cores, memory and free ports. Nodes and GPUs come from a mapping like `os.environ`.
 
 The GPUs of this node are those of `CUDA_VISIBLE_DEVICES` if it is set (indices, UUIDs or MIG ids, in its order), else
-those that `gpu_lister` finds.
+all that NVML finds.
 
 A port is free if it can be bound now and no other launcher has reserved it. The reservation is an abstract Unix socket
 that the launcher holds for its lifetime: servers bind their ports only half a minute after the plan is made. It is
@@ -35,9 +35,6 @@ _MEMORY_LIMIT_FILES = (Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/m
 RESERVED = "\0pipelinerl-port-"
 _SCAN = 200
 _PORT_KEYS = ("actor_group_port", "environment_start_port", "llm_start_port")
-
-GpuLister = Callable[[], Sequence[str]]
-GpuMemory = Callable[[Sequence[str]], int | None]
 
 
 @dataclass(frozen=True)
@@ -85,28 +82,17 @@ class ClusterNode:
     host_bytes: float | None = None
 
     @classmethod
-    def from_env(
-        cls,
-        environ: Mapping[str, str],
-        gpu_lister: GpuLister,
-        cores: int = 1,
-        gpu_memory: GpuMemory = lambda gpus: None,
-        host: str = LOOPBACK,
-    ) -> ClusterNode:
-        """This machine.
-
-        Args:
-            environ: the environment of the launcher, for CUDA_VISIBLE_DEVICES.
-            gpu_lister: returns the UUIDs of this node's GPUs in the order of their indices; called only if needed.
-            cores: CPU cores that this node may use.
-            gpu_memory: returns the memory of the smallest of some GPUs, given their ids; None: not known.
-            host: at which address others reach it.
+    def from_env(cls, environ: Mapping[str, str], cores: int | None = None, host: str = LOOPBACK) -> ClusterNode:
+        """This machine, with the GPUs that `environ` shows. `cores`: None: all that this process may use; `host`: the
+        address at which others reach it.
 
         Raises:
             ConfigError: CUDA_VISIBLE_DEVICES is not usable.
         """
-        gpus = _visible_gpus(environ.get("CUDA_VISIBLE_DEVICES"), gpu_lister)
-        return cls(host, gpus, max(1, cores), gpu_memory(gpus) if gpus else None)
+        visible = environ.get("CUDA_VISIBLE_DEVICES")
+        gpus = tuple(map(str, range(len(nvml_cards())))) if visible is None else _visible_gpus(visible)
+        memory = min((card.memory_bytes for card in cards_of(gpus)), default=0)
+        return cls(host, gpus, max(1, usable_cores() if cores is None else cores), memory or None)
 
 
 @dataclass(frozen=True)
@@ -189,28 +175,20 @@ def described_cluster(world: WorldConfig, machine: ClusterNode, member: ClusterM
     return Cluster(tuple(nodes), 0, member.master_port)
 
 
-def _visible_gpus(visible: str | None, gpu_lister: GpuLister) -> tuple[str, ...]:
-    """Device ids of this node. As CUDA does, the list ends at the first `-1`; unlike CUDA, a typing error is refused.
-
-    Without `CUDA_VISIBLE_DEVICES` the ids are the indices "0".."n-1" of the listed GPUs.
-    """
-    if visible is None:
-        return tuple(str(index) for index in range(len(gpu_lister())))
+def _visible_gpus(visible: str) -> tuple[str, ...]:
+    """Device ids of CUDA_VISIBLE_DEVICES. As CUDA does, the list ends at the first `-1`; unlike CUDA, a typing error is
+    refused."""
     ids: list[str] = []
     for entry in (part.strip() for part in visible.split(",")):
         if entry in ("", "-1", "NoDevFiles", "none", "void"):
             break
+        fault = None
         if not re.fullmatch(r"\d+|(GPU|MIG)-[0-9A-Za-z/\-]+", entry):
-            raise ConfigError(
-                "CUDA_VISIBLE_DEVICES",
-                visible,
-                "indices, GPU-... or MIG-... ids separated by commas",
-                f"Correct the entry {entry!r} or unset the variable.",
-            )
-        if entry in ids:
-            raise ConfigError(
-                "CUDA_VISIBLE_DEVICES", visible, "each device once", f"Remove the second {entry!r} from the list."
-            )
+            fault = "indices, GPU-... or MIG-... ids separated by commas", f"Correct the entry {entry!r}, or unset it."
+        elif entry in ids:
+            fault = "each device once", f"Remove the second {entry!r} from the list."
+        if fault is not None:
+            raise ConfigError("CUDA_VISIBLE_DEVICES", visible, *fault)
         ids.append(entry)
     return tuple(ids)
 
@@ -257,21 +235,14 @@ def nvml_cards() -> list[Card]:
         pynvml.nvmlShutdown()
 
 
-def nvml_gpu_lister() -> list[str]:
-    """UUIDs of this machine's NVIDIA GPUs by index."""
-    return [card.uuid for card in nvml_cards()]
-
-
-def nvml_gpu_memory(gpus: Sequence[str]) -> int | None:
-    """Bytes of memory of the smallest of these GPUs (indices or UUIDs); None if one is unknown (MIG)."""
-    cards = nvml_cards()
-    sizes = [
-        next(
-            (card.memory_bytes for index, card in enumerate(cards) if gpu == str(index) or card.uuid.startswith(gpu)), 0
-        )
+def cards_of(gpus: Sequence[str]) -> list[Card]:
+    """The cards of these GPUs (indices or UUIDs, of which the beginning will do); of one that is not found, a part of a
+    card (MIG) for instance, nothing is known."""
+    cards, unknown = nvml_cards(), Card("", "GPU", 0)
+    return [
+        next((card for index, card in enumerate(cards) if gpu == str(index) or card.uuid.startswith(gpu)), unknown)
         for gpu in gpus
     ]
-    return min(sizes, default=0) or None
 
 
 def usable_cores(quota_file: Path = CPU_QUOTA_FILE) -> int:

@@ -38,9 +38,9 @@ def test_the_list_of_checks() -> None:
     names = {check.run.__name__: check for check in preflight.CHECKS}
     assert len(names) == len(preflight.CHECKS)
     for name in ("check_streams", "check_model_path", "check_servers"):
-        assert names[name].every_node
+        assert names[name].where == "every_node"
     for name in ("check_vllm", "check_device", "check_server_files"):
-        assert names[name].of_machine
+        assert names[name].where == "machine"
     assert names["check_domain"].dry_run == "skip" and list(names)[-1] == "check_domain"
 
 
@@ -68,11 +68,11 @@ def test_several_nodes_need_a_redis_server_with_an_address() -> None:
 
 
 def test_o4_devices_are_compared_with_the_machine(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(preflight, "nvml_gpu_lister", lambda: ["GPU-xyz", "GPU-abc"])
+    monkeypatch.setattr(preflight, "nvml_cards", lambda: ["GPU-xyz", "GPU-abc"])
     preflight.check_device(start({}, gpus=("1", "GPU-abc")))
     preflight.check_device(start({"world": {"device": "cpu"}}, gpus=("7",)))
     for found in (["GPU-xyz", "GPU-abc"], []):
-        monkeypatch.setattr(preflight, "nvml_gpu_lister", lambda found=found: found)
+        monkeypatch.setattr(preflight, "nvml_cards", lambda found=found: found)
         with pytest.raises(ConfigError) as caught:
             preflight.check_device(start({}, gpus=("2", "0", "12")))
         assert caught.value.key == "CUDA_VISIBLE_DEVICES" and ("2, 12" in caught.value.next_step) == bool(found)

@@ -36,17 +36,12 @@ def waits(waited_s: float, deadline_s: float | None = None, what: str = "data") 
 
 
 class FakeChild(Child):
-    """Notes what it is asked."""
+    """Notes how it is signalled."""
 
     def __init__(self, name: str, pid: int = 2**22, started_at: float = 0.0) -> None:
-        super().__init__(name, pid, LogPart(Path("out")), LogPart(Path("err")), started_at, lambda *signal: None)
-        self.asked: list[str] = []
-
-    def terminate(self) -> None:
-        self.asked.append("terminate")
-
-    def dump_stacks(self) -> None:
-        self.asked.append("dump_stacks")
+        self.asked: list[int] = []
+        log = LogPart(Path("err"))
+        super().__init__(name, pid, log, log, started_at, lambda signum, to_group: self.asked.append(signum))
 
 
 class FakeNode:
@@ -213,14 +208,14 @@ SAVED = ChildExited("finetune_0", 143)
 def test_one_node_waits_for_its_trainers_and_no_longer() -> None:
     run = SavingRun()
     assert run.wait(ChildExited("actor_0", 1), SAVED) == (watch.MAX_GRACE_AFTER_FAILURE_S, True)
-    assert run.trainers[0].asked == ["terminate"]
+    assert run.trainers[0].asked == [signal.SIGTERM]
     assert SavingRun(trainers=0).wait()[1]
 
 
 def test_a_trainer_that_does_not_end_says_where_it_is_when_the_time_is_over() -> None:
     run = SavingRun(grace_s=0.1)
     assert run.wait()[0] == MIN_GRACE_S
-    assert run.trainers[0].asked == ["terminate", "dump_stacks"]
+    assert run.trainers[0].asked == [signal.SIGTERM, signal.SIGABRT]
 
 
 def test_a_second_signal_does_not_wait() -> None:

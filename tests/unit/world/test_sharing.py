@@ -13,7 +13,7 @@ from fakes.decoder_shape import decoder_shape
 
 from pipelinerl.config import RunConfig
 from pipelinerl.errors import ConfigError
-from pipelinerl.world import Cluster, ClusterNode, WorldMap, build_world_map, nvml_cards, nvml_gpu_memory
+from pipelinerl.world import Cluster, ClusterNode, WorldMap, build_world_map, cards_of, nvml_cards
 from pipelinerl.world import cluster as cluster_module
 from pipelinerl.world.cluster import Card
 from pipelinerl.world.forecast import trainer_memory, trainer_setup
@@ -139,11 +139,11 @@ def test_what_cannot_fit_is_refused_if_it_is_known(source: Any, backend: dict[st
 def test_the_memory_of_the_smallest_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     cards = [Card("GPU-1a2b", "H100", 80), Card("GPU-1a3c", "A100", 40)]
     monkeypatch.setattr(cluster_module, "nvml_cards", lambda: cards)
-    found = {gpus: nvml_gpu_memory(gpus.split(",")) for gpus in ("0", "0,1", "GPU-1a3c", "GPU-1a2", "2", "0,MIG-1")}
-    assert found == {"0": 80, "0,1": 40, "GPU-1a3c": 40, "GPU-1a2": 80, "2": None, "0,MIG-1": None}
-    # Only of the visible ones.
-    machine = ClusterNode.from_env({"CUDA_VISIBLE_DEVICES": "0"}, lambda: [], 4, nvml_gpu_memory)
-    assert (machine.gpus, machine.gpu_bytes) == (("0",), 80)
+    expected = {"0": 80, "0,1": 40, "GPU-1a3c": 40, "GPU-1a2": 80, "2": None, "0,MIG-1": None}
+    machines = {visible: ClusterNode.from_env({"CUDA_VISIBLE_DEVICES": visible}) for visible in expected}
+    assert {visible: machine.gpu_bytes for visible, machine in machines.items()} == expected
+    everything = ClusterNode.from_env({}, 4, "h")
+    assert (everything.host, everything.gpus, everything.cores, everything.gpu_bytes) == ("h", ("0", "1"), 4, 40)
 
 
 def test_a_card_that_does_not_tell_its_memory_is_of_unknown_size(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -168,4 +168,4 @@ def test_a_card_that_does_not_tell_its_memory_is_of_unknown_size(monkeypatch: py
     )
     monkeypatch.setitem(sys.modules, "pynvml", fake)
     assert nvml_cards() == [("GPU-0", "H100", 80), ("GPU-1", "GPU", 0)]
-    assert (nvml_gpu_memory(["0"]), nvml_gpu_memory(["0", "1"])) == (80, None)
+    assert [card.memory_bytes for card in cards_of(["0", "1", "2"])] == [80, 0, 0]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 from fakes.decoder_shape import decoder_shape
@@ -11,6 +12,8 @@ from fakes.decoder_shape import decoder_shape
 from pipelinerl.config import RunConfig
 from pipelinerl.errors import ConfigError
 from pipelinerl.world import Cluster, ClusterMember, ClusterNode, Job, WorldMap, build_world_map, described_cluster
+from pipelinerl.world import cluster as cluster_module
+from pipelinerl.world.cluster import Card
 from pipelinerl.world.model_shape import ModelShape
 
 GIB = 2**30
@@ -52,12 +55,9 @@ def plan(
             "environment": environment,
         }
     )
-    machine = ClusterNode.from_env(
-        env or {},
-        lambda: [f"GPU-{index}" for index in range(gpus)],
-        cores,
-        lambda gpus: None if gpu_gib is None else gpu_gib * GIB,
-    )
+    cards = [Card(f"GPU-{index}", "H100", (gpu_gib or 0) * GIB) for index in range(gpus)]
+    with patch.object(cluster_module, "nvml_cards", lambda: cards):
+        machine = ClusterNode.from_env(env or {}, cores)
     cluster = described_cluster(config.world, machine, ClusterMember.from_env(env or {}))
     return build_world_map(config, cluster, CountingPorts(), model)
 
