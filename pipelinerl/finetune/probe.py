@@ -5,7 +5,7 @@ server may be off. `WeightPublisher.probe` asks the servers.
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from itertools import islice
 from typing import Any
 
@@ -96,56 +96,53 @@ class Probe:
                 sequences.append(ProbeSequence(list(ids), logprobs))
         return sequences
 
-    def check(self, version: int, result: ProbeResult) -> None:
-        """WeightSyncError if a server's mean difference is beyond the tolerance."""
+    def check(self, version: int, server: str, result: ProbeResult) -> None:
+        """WeightSyncError if the mean difference is beyond the tolerance."""
         policy = self._backend.policy
-        self._compare_dtypes(result)
-        for server, mean in result.per_server_mean.items():
-            tolerance = probe_tolerance(policy.compute_dtype, policy.tf32, result.server_dtypes.get(server))
-            # Written so that NaN is refused.
-            if not mean <= tolerance:
-                reason = "it does not run the weights that it was sent"
-                if result.max_abs_diff > _UNUSABLE_NATS:
-                    reason = (
-                        "it answers NaN or -inf; in float16 the activations of some models overflow, "
-                        "for those use vllm_config.vllm_kwargs.dtype=bfloat16"
-                    )
-                raise WeightSyncError(
-                    server,
-                    f"after the update to version {version} its log-probs differ from the trainer's by {mean:.3g} nats "
-                    f"on average, expected at most {tolerance:g}: {reason}",
+        self._compare_dtypes(server, result.server_dtype)
+        tolerance = probe_tolerance(policy.compute_dtype, policy.tf32, result.server_dtype)
+        # Written so that NaN is refused.
+        if not result.mean_abs_diff <= tolerance:
+            reason = "it does not run the weights that it was sent"
+            if result.max_abs_diff > _UNUSABLE_NATS:
+                reason = (
+                    "it answers NaN or -inf; in float16 the activations of some models overflow, "
+                    "for those use vllm_config.vllm_kwargs.dtype=bfloat16"
                 )
-
-    def _compare_dtypes(self, result: ProbeResult) -> None:
-        """Warn once if servers hold their weights in another dtype than the trainer computes with."""
-        policy = self._backend.policy
-        expected = str(policy.served_dtype).removeprefix("torch.")
-        others = {server: dtype for server, dtype in result.server_dtypes.items() if dtype != expected}
-        # With bf16 products the weights are those of bf16 whatever the servers could hold.
-        if others and not self._has_warned and policy.compute_dtype == torch.float32:
-            self._has_warned = True
-            server, dtype = next(iter(others.items()))
-            logger.warning(
-                "%s holds its weights in %s but the trainer computes with values of %s: they follow policies that "
-                "differ by rounding. Name the dtype: vllm_config.vllm_kwargs.dtype=%s",
+            raise WeightSyncError(
                 server,
-                dtype,
-                expected,
-                dtype,
+                f"after the update to version {version} its log-probs differ from the trainer's by "
+                f"{result.mean_abs_diff:.3g} nats on average, expected at most {tolerance:g}: {reason}",
             )
 
+    def _compare_dtypes(self, server: str, dtype: str | None) -> None:
+        """Warn once if a server holds its weights in another dtype than the trainer computes with."""
+        policy = self._backend.policy
+        expected = str(policy.served_dtype).removeprefix("torch.")
+        # With bf16 products the weights are those of bf16 whatever the servers could hold.
+        if dtype in (None, expected) or self._has_warned or policy.compute_dtype != torch.float32:
+            return
+        self._has_warned = True
+        logger.warning(
+            "%s holds its weights in %s but the trainer computes with values of %s: they follow policies that differ "
+            "by rounding. Name the dtype: vllm_config.vllm_kwargs.dtype=%s",
+            server,
+            dtype,
+            expected,
+            dtype,
+        )
 
-def log_results(version: int, results: Sequence[ProbeResult]) -> float:
-    """One line on all servers, which were asked one by one. Returns the mean difference in nats."""
-    tokens = sum(result.num_tokens for result in results)
-    mean = sum(result.mean_abs_diff * result.num_tokens for result in results) / tokens
-    servers = [name for result in results for name in result.per_server_mean]
+
+def log_results(version: int, results: Mapping[str, ProbeResult]) -> float:
+    """One line on all servers. Returns the mean difference in nats."""
+    tokens = sum(result.num_tokens for result in results.values())
+    mean = sum(result.mean_abs_diff * result.num_tokens for result in results.values()) / tokens
     logger.info(
         "version %d: trainer and %s differ by %.2g nats on average (%.2g at most, %d tokens)",
         version,
-        servers[0] if len(servers) == 1 else f"{len(servers)} servers",
+        next(iter(results)) if len(results) == 1 else f"{len(results)} servers",
         mean,
-        max(result.max_abs_diff for result in results),
+        max(result.max_abs_diff for result in results.values()),
         tokens,
     )
     return mean

@@ -8,9 +8,9 @@ section 3.1), and the optimizer updates the sums, the fp32 master weights. Produ
 layers by themselves. What else a model computes with is rounded here: norms and other vectors, embeddings, experts that
 do not follow autocast. With products in fp32 or TF32 it is every parameter.
 
-Form: transformers keeps some models otherwise than their checkpoints do: all experts of a layer are one tensor, or a
+Form: transformers keeps some models in another form than their checkpoints: all experts of a layer are one tensor, or a
 family has other names. It converts while it loads, and back in `save_pretrained`, which needs the whole model at once.
-Here the same conversions are taken back group by group, as soon as the tensors of a group are there.
+Here the same conversions are reversed group by group, as soon as the tensors of a group are there.
 """
 
 from __future__ import annotations
@@ -231,7 +231,7 @@ class CheckpointForm:
         names: of all parameters and saved buffers of the model, without what adapters add.
 
     Raises:
-        ConfigError: the checkpoint is quantized, which cannot be taken back.
+        ConfigError: the checkpoint is quantized, which cannot be reversed.
     """
 
     def __init__(self, model: PreTrainedModel, names: Iterable[str]) -> None:
@@ -239,7 +239,7 @@ class CheckpointForm:
         self._group_of: dict[str, _Group] = {}
         # In this order and each once: a transform may remember what it has seen (`GroupWeightRename`).
         try:
-            taken_back = [transform.reverse_transform() for transform in reversed(_conversions(model))]
+            reversals = [transform.reverse_transform() for transform in reversed(_conversions(model))]
         except (ValueError, NotImplementedError) as error:
             raise ConfigError(
                 "model_path",
@@ -247,8 +247,8 @@ class CheckpointForm:
                 f"a checkpoint whose weights can be written again ({error})",
                 "Use the model's unquantized checkpoint.",
             ) from error
-        renamings = [transform for transform in taken_back if isinstance(transform, WeightRenaming)]
-        converters = [transform for transform in taken_back if isinstance(transform, WeightConverter)]
+        renamings = [transform for transform in reversals if isinstance(transform, WeightRenaming)]
+        converters = [transform for transform in reversals if isinstance(transform, WeightConverter)]
         converter_of = {pattern: converter for converter in converters for pattern in converter.source_patterns}
         groups: dict[str, _Group] = {}
         for name in sorted(names, key=dot_natural_key):

@@ -53,8 +53,7 @@ def check_checkpoint(backend: Backend, model_path: str) -> None:
     policy = backend.policy
     if tensors is None:
         return
-    source_of = backend.adapter_source if policy.sends_adapter else backend.weight_source
-    sent = {meta.name: meta.shape for meta in source_of(policy.served_dtype).metadata()}
+    sent = {meta.name: meta.shape for meta in backend.update_source().metadata()}
     tied = bool(getattr(policy.language_model.config.get_text_config(), "tie_word_embeddings", False))
     if policy.sends_adapter:
         problems = adapter_problems(tensors, sent, policy.adapter_config.r)
@@ -149,9 +148,7 @@ class WeightSync:
 
     def _publish(self, version: int, names: Collection[str] | None = None) -> UpdateReport:
         """What happened, on rank 0; other ranks take part in gathering the weights and get an empty report."""
-        policy = self._backend.policy
-        source_of = self._backend.adapter_source if policy.sends_adapter else self._backend.weight_source
-        source = source_of(policy.served_dtype)
+        source = self._backend.update_source()
         if self._pool is None:
             source.follow()
             return UpdateReport(version)
@@ -171,11 +168,11 @@ class WeightSync:
         if not self._ranks.broadcast(int(bool(probe_tokens) or bool(fresh))):
             return None
         sequences = self.probe.sequences(probe_tokens or self._join_tokens)
-        results = []
+        results = {}
         for name in updated if probe_tokens else sorted(fresh):
             result = self._probe_one(version, name, report.generations.get(name, 0), sequences, name in fresh)
             if result is not None:
-                results.append(result)
+                results[name] = result
         return log_results(version, results) if results else None
 
     def _probe_one(
@@ -185,12 +182,12 @@ class WeightSync:
         pool = self._pool
         assert pool is not None
         try:
-            result = pool.publisher.probe(sequences, [name])
+            result = pool.publisher.probe(sequences, name)
         except WeightSyncError as error:
             pool.drop(name, generation, str(error))
             return None
         try:
-            self.probe.check(version, result)
+            self.probe.check(version, name, result)
         except WeightSyncError as error:
             if not pool.is_present(name, generation):
                 return None  # it was restarted since the update; the next one is about it

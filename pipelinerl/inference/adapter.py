@@ -1,9 +1,9 @@
 """The adapter of a server that holds the frozen base model: every request uses it, an update replaces it.
 
 vLLM does the work: it wraps the layers (`--enable-lora`), slices A and B for its workers, and adds their product to
-what a layer gives. What vLLM has no way for is an adapter that never was in a folder. So the scheduler attaches one
-request to whatever it is given (`inference.request_scheduler`), and vLLM's worker, when it is to load that adapter,
-loads what was sent last. Before the first update it loads zeros: the server is its base model.
+what a layer gives. But vLLM cannot load an adapter that was never in a folder. So the scheduler attaches one adapter to
+every request (`inference.request_scheduler`), and when vLLM's worker is to load it, it loads what was sent last. Before
+the first update it loads zeros: the server is its base model.
 """
 
 from __future__ import annotations

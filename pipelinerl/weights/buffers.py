@@ -1,14 +1,14 @@
-"""The tensors of an update: where they come from, whether they fit a server's model, how they travel, and how a
+"""The tensors of an update: where they come from, whether they fit a server's model, how they are packed, and how a
 receiver knows that they arrived.
 
 A source declares names, dtypes and shapes without gathering anything, and yields tensors bucket by bucket, so that
 a sharded model never exists as a second full copy. A pass may be repeated: a server that failed gets everything again.
 
-A server accepts a subset of its tensors without a word. vLLM skips layers of an adapter that it does not know, and puts
-a matrix that is too small into a corner. So both ends check names and shapes before anything is received.
+vLLM silently accepts a subset of its tensors, skips layers of an adapter that it does not know, and puts a matrix that
+is too small into a corner. So both ends check names and shapes before anything is received.
 
-Tensors travel in packed buffers. Trainer and workers split the same list of tensors by the same rule, so no header
-travels: tensors are appended until a buffer exceeds `chunk_bytes`. Layout of a buffer: the bytes of its tensors, zeros
+Tensors are sent in packed buffers. Trainer and workers split the same list of tensors by the same rule, so no header
+is sent: tensors are appended until a buffer exceeds `chunk_bytes`. Layout of a buffer: the bytes of its tensors, zeros
 up to a multiple of 8, and a checksum of 8 bytes, which is not counted in `chunk_bytes`.
 
 A broadcast can end without an error and leave zeros, or what an earlier update left in the memory; only the content can
@@ -257,7 +257,7 @@ def metas_of(tensors: Iterable[tuple[str, str, Sequence[int]]]) -> list[TensorMe
 
 
 def plan_chunks(metas: Iterable[TensorMeta], chunk_bytes: int) -> Iterator[list[TensorMeta]]:
-    """Split `metas` into the buffers that they travel in, in order."""
+    """Split `metas` into the buffers that they are sent in, in order."""
     chunk: list[TensorMeta] = []
     total = 0
     for meta in metas:

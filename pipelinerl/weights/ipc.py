@@ -3,10 +3,10 @@
 Only handles travel, over a loopback connection; the workers copy the buffers on the device. On a GPU a handle is a CUDA
 IPC handle, on a CPU (for tests) a file in memory. Handles are plain JSON: vLLM's own engine pickles them.
 
-One JSON object a line. A worker shows the secret that it got over the server's authenticated control route, or is
-turned away; a caller who says nothing holds nobody up. It copies each buffer before it answers, because loading keeps
-tensors longer than the trainer keeps the buffer. Every operation has a timeout; when one end closes, the other end's
-operation fails at once.
+Each line is one JSON object. A worker must present the secret that it received over the server's authenticated control
+route; a silent caller blocks nobody. It copies each buffer before it answers, because loading keeps tensors longer than
+the trainer keeps the buffer. Every operation has a timeout; when one end closes, the other end's operation fails at
+once.
 """
 
 from __future__ import annotations
@@ -77,7 +77,7 @@ class HandleSender:
                 lines = joined.get(timeout=max(0.0, deadline - time.monotonic()))
             if lines is None:
                 numbers = f"{len(self._workers)} of {self._num_workers}"
-                raise RuntimeError(f"ipc sender: {numbers} workers connected before it was closed or the time was over")
+                raise RuntimeError(f"ipc sender: {numbers} workers connected before it was closed or timed out")
             lines.set_timeout(self._timeout_s)
             lines.send({"welcome": True})
             self._workers.append(lines)
@@ -200,7 +200,7 @@ def _accept(listener: socket.socket, secret: str, joined: SimpleQueue[_Lines | N
 def _shows(lines: _Lines, secret: str) -> bool:
     try:
         shown = lines.receive().get("secret")
-        # Also a lone surrogate, which JSON may hold and UTF-8 may not, is a ValueError.
+        # A lone surrogate, which JSON allows and UTF-8 does not, is a ValueError too.
         return isinstance(shown, str) and hmac.compare_digest(shown.encode(), secret.encode())
     except (RuntimeError, ValueError):
         return False

@@ -97,7 +97,7 @@ class ControlClient:
 
     async def pause(self, kv_cache: KVCache) -> None:
         """Freeze running requests. `keep` keeps their KV cache; `recompute` makes them prefill again."""
-        # Whatever vLLM's documentation says: with mode=keep it is clear_cache that decides about the KV cache.
+        # With mode=keep, clear_cache decides about the KV cache, whatever vLLM's documentation says.
         await self.post("/pause", params={"mode": "keep", "clear_cache": "false" if kv_cache == "keep" else "true"})
 
     async def resume(self) -> None:
@@ -202,7 +202,7 @@ def is_loopback(host: str) -> bool:
 class ServerLink:
     """One server and the group that carries weights to it. Coroutines run on the publisher's event loop.
 
-    A link that failed swallows what it is fed, so that it never holds up the other servers.
+    A link that failed discards what it is fed, so that it never holds up the other servers.
 
     Args:
         address: the server.
@@ -321,7 +321,7 @@ class ServerLink:
         """Hand the next buffer (None: there are no more) to this server. Called from the trainer's thread."""
         limit_s = _STALL_SHARE * self._timeout_s
         if self._buffers.empty():
-            # The server waited for the trainer, not the other way round.
+            # The server waited for the trainer, not the other way around.
             self._took_buffer_at = time.monotonic()
         while self.error is None:
             # Counted from the last buffer that it took: two servers that hang use up the same time, not twice as much.
@@ -396,7 +396,7 @@ async def _together(*calls: Coroutine[Any, Any, Any]) -> None:
 
 
 async def _in_thread(name: str, call: Callable[[], object]) -> None:
-    """Run a blocking `call` in a daemon thread. After a cancellation it runs on and nobody hears of it.
+    """Run a blocking `call` in a daemon thread. After a cancellation it continues and its outcome is dropped.
 
     Not `asyncio.to_thread`: a pool joins its threads when the interpreter exits, and one may be stuck in NCCL.
     """

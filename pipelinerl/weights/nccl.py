@@ -1,8 +1,8 @@
 """Weight transfer over NCCL, for servers on other GPUs.
 
 The group is PyTorch's own `ProcessGroupNCCL` over the trainer's `TCPStore`, so it uses the NCCL that PyTorch brings at
-both ends. vLLM's binding asks for functions of newer NCCL releases and, where they are missing, skips every broadcast
-without a word. A group proves itself before it is used: a number that only the trainer knows has to arrive.
+both ends. vLLM's binding asks for functions of newer NCCL releases and, where they are missing, silently skips every
+broadcast. A group is tested before it is used: a number that only the trainer knows has to arrive.
 
 NCCL itself waits without a limit for ranks that never come, so all ranks meet in the store first, which has a timeout.
 Broadcasts run on a stream of the group, never on the current one: a server that hangs then blocks only its own group,

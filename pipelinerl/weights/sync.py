@@ -104,16 +104,15 @@ class ProbeSequence:
 
 @dataclass(frozen=True)
 class ProbeResult:
-    """|log-prob difference| between trainer and servers, in nats, over `num_tokens` tokens of all servers.
+    """|log-prob difference| between the trainer and one server, in nats, over `num_tokens` tokens.
 
-    `server_dtypes`: dtype of the weights of those servers that told it, such as `bfloat16`.
+    `server_dtype`: of the server's weights, such as `bfloat16`; None: not told.
     """
 
     mean_abs_diff: float
     max_abs_diff: float
     num_tokens: int
-    per_server_mean: dict[str, float]
-    server_dtypes: dict[str, str] = field(default_factory=dict)
+    server_dtype: str | None = None
 
 
 class WeightPublisher:
@@ -176,7 +175,7 @@ class WeightPublisher:
             return list(self._links)
 
     def publish(self, version: int, source: WeightSource, names: Collection[str] | None = None) -> UpdateReport:
-        """Give every server (or those of `names`) `version`. Blocks until they sample with it or were given up.
+        """Give every server (or those of `names`) `version`. Blocks until each one samples with it or has failed.
 
         Raises:
             WeightSyncError: the tensors of `source` do not fit a server's model (nothing was paused or sent), or a
@@ -362,44 +361,33 @@ class WeightPublisher:
 
         self._run(all_sleep(), self._timeout_s)
 
-    def probe(self, sequences: Sequence[ProbeSequence], names: Collection[str] | None = None) -> ProbeResult:
-        """Compare the trainer's log-probs with those that every connected server (or `names`) computes afresh.
+    def probe(self, sequences: Sequence[ProbeSequence], name: str) -> ProbeResult:
+        """Compare the trainer's log-probs with those that the server `name` computes afresh.
 
         It is the only check that finds a server whose weights arrived but are not used (a packed copy, a stale cache).
 
         Raises:
-            WeightSyncError: a server did not answer in time, or with something else than finite log-probs.
+            WeightSyncError: the server did not answer in time, or with something else than finite log-probs.
         """
-        links = self._chosen(names)
-        if not links:
-            raise WeightSyncError(", ".join(names or ["all servers"]), "it is not connected any more")
+        link = next(iter(self._chosen([name])), None)
+        if link is None:
+            raise WeightSyncError(name, "it is not connected any more")
+        client = link.client
 
-        async def compare(link: ServerLink) -> list[float]:
-            calls = (link.client.prompt_logprobs(sequence.token_ids) for sequence in sequences)
-            try:
-                async with asyncio.timeout(self._timeout_s):
-                    answers = await asyncio.gather(*calls)
-            except TimeoutError as error:
-                late = f"the log-prob probe had no answer after {self._timeout_s:g} s"
-                raise WeightSyncError(link.name, late) from error
-            pairs = [zip(s.logprobs, theirs, strict=True) for s, theirs in zip(sequences, answers, strict=True)]
-            differences = [abs(ours - theirs) for sequence in pairs for ours, theirs in sequence]
-            if not all(math.isfinite(value) for value in differences):
-                raise WeightSyncError(link.name, "the log-prob probe met a value that is not finite")
-            return differences
+        async def ask() -> list[list[float]]:
+            async with asyncio.timeout(self._timeout_s):
+                return await asyncio.gather(*(client.prompt_logprobs(each.token_ids) for each in sequences))
 
-        async def compare_all() -> dict[str, list[float]]:
-            return {link.name: await compare(link) for link in links}
-
-        found = self._run(compare_all(), len(links) * self._timeout_s)
-        every = [value for values in found.values() for value in values]
-        return ProbeResult(
-            mean_abs_diff=math.fsum(every) / len(every),
-            max_abs_diff=max(every),
-            num_tokens=len(every),
-            per_server_mean={name: math.fsum(values) / len(values) for name, values in found.items()},
-            server_dtypes={link.name: link.model.dtype for link in links if link.model.dtype},
-        )
+        try:
+            answers = self._run(ask(), self._timeout_s)
+        except TimeoutError as error:
+            raise WeightSyncError(name, f"the log-prob probe had no answer after {self._timeout_s:g} s") from error
+        pairs = [zip(each.logprobs, theirs, strict=True) for each, theirs in zip(sequences, answers, strict=True)]
+        differences = [abs(ours - theirs) for sequence in pairs for ours, theirs in sequence]
+        if not all(math.isfinite(value) for value in differences):
+            raise WeightSyncError(name, "the log-prob probe met a value that is not finite")
+        mean = math.fsum(differences) / len(differences)
+        return ProbeResult(mean, max(differences), len(differences), link.model.dtype)
 
     def close(self) -> None:
         """Leave all groups and stop the thread. The servers keep running with the weights that they have."""

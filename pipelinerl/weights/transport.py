@@ -237,7 +237,7 @@ class GlooGroup:
 
     def close(self) -> None:
         """Leave the group; a peer that waits for us fails at once. A broadcast of ours in another thread ends first, at
-        the latest with its timeout: aborting it from here would stop every thread of the process."""
+        the latest at its timeout: aborting it from here would stop every thread of the process."""
         with self._lock:
             group, self._group = self._group, None
             if self._busy:
@@ -249,7 +249,7 @@ class GlooGroup:
 def serve_store(address: str, port: int | None, world_size: int, timeout_s: float) -> tuple[TCPStore, int]:
     """A store for `world_size` ranks that listens at `address`, and its port (`port`, if that is free).
 
-    By itself a `TCPStore` listens on every interface; a socket of our own listens on the one address that workers use.
+    By default a `TCPStore` listens on every interface; a socket of our own listens on the one address that workers use.
     """
     listener = listen(address, port)
     found = int(listener.getsockname()[1])
@@ -266,17 +266,17 @@ def serve_store(address: str, port: int | None, world_size: int, timeout_s: floa
 
 
 def find_store(details: Mapping[str, Any]) -> TCPStore:
-    """The trainer's store, for a worker. RuntimeError (DistStoreError): it is not there."""
+    """The trainer's store, for a worker. RuntimeError (DistStoreError): it cannot be reached."""
     timeout = timedelta(seconds=details["timeout_s"])
     address, port = details["master_address"], details["master_port"]
     return TCPStore(address, port, details["world_size"], is_master=False, timeout=timeout, wait_for_workers=False)
 
 
 def listen(address: str, port: int | None) -> socket.socket:
-    """A socket that listens at `address`, at `port` if it is free. OSError if the address is none of this machine.
+    """A socket that listens at `address`, at `port` if it is free. OSError if this machine does not have the address.
 
-    A group that broke may hold its port until a call that is stuck in it ends; the server that joins again must not
-    wait for that, so any free port will do.
+    A broken group may hold its port until a call that is stuck in it ends. A server that joins again must not wait for
+    that, so any free port will do.
     """
     if port:
         try:

@@ -12,6 +12,7 @@ import pytest
 from fakes.fake_server import FakeServer
 from fakes.mid_sequence import ATTEMPTS, num_running
 from fakes.random_model import random_ids, random_model
+from fakes.updated_server import publish
 from fakes.vllm_process import VLLMProcess
 
 from pipelinerl.records.completion import (
@@ -24,18 +25,13 @@ from pipelinerl.records.completion import (
     unpack_ids,
     unpack_logprobs,
 )
-from pipelinerl.weights.buffers import ModuleSource
-from pipelinerl.weights.link import ServerAddress
-from pipelinerl.weights.sync import WeightPublisher
 
 Server = VLLMProcess | FakeServer
 
 
 @pytest.fixture(scope="module")
 def published_server(tiny_server: VLLMProcess) -> VLLMProcess:
-    with WeightPublisher(tiny_server.token, timeout_s=60) as publisher:
-        publisher.connect([ServerAddress("server", tiny_server.url)])
-        assert publisher.publish(3, ModuleSource(random_model())).failed == {}
+    publish(tiny_server, 3, random_model())
     return tiny_server
 
 

@@ -6,6 +6,7 @@ import asyncio
 
 import pytest
 from fakes.random_model import random_ids, random_model
+from fakes.updated_server import publish
 from fakes.vllm_process import VLLMProcess
 
 from pipelinerl.actor.worker import make_llm
@@ -15,9 +16,6 @@ from pipelinerl.llm.client import complete, open_session
 from pipelinerl.llm.tokens import ChatRenderer
 from pipelinerl.records.completion import Completion
 from pipelinerl.role import TOKEN_KEY
-from pipelinerl.weights.buffers import ModuleSource
-from pipelinerl.weights.link import ServerAddress
-from pipelinerl.weights.sync import WeightPublisher
 
 SEEDS = (1, 2, 3)
 
@@ -46,9 +44,7 @@ async def completions(config: RunConfig, url: str) -> dict[bool, list[Completion
 
 def test_greedy_evaluation_during_sampled_training(tiny_server: VLLMProcess, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(TOKEN_KEY, tiny_server.token)
-    with WeightPublisher(tiny_server.token, timeout_s=60) as publisher:
-        publisher.connect([ServerAddress("tiny", tiny_server.url)])
-        assert publisher.publish(0, ModuleSource(random_model())).failed == {}
+    publish(tiny_server, 0, random_model())
     sampling = {"max_tokens": 16, "ignore_eos": True}
     config = RunConfig.model_validate(
         {

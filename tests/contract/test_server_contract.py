@@ -15,13 +15,13 @@ import pytest
 from fakes.fake_server import FakeServer
 from fakes.mid_sequence import generate_across_updates
 from fakes.random_model import random_ids, random_model
+from fakes.updated_server import connect, publish, with_client
 from fakes.vllm_process import VLLMProcess
 
 from pipelinerl.errors import WeightSyncError
 from pipelinerl.weights.buffers import ModuleSource, TensorMeta, update_info_of
-from pipelinerl.weights.link import ControlClient, ServerAddress, control_session
+from pipelinerl.weights.link import ControlClient, control_session
 from pipelinerl.weights.manifest import read_manifest
-from pipelinerl.weights.sync import WeightPublisher
 
 Server = FakeServer | VLLMProcess
 
@@ -59,12 +59,6 @@ def generate(server: Server, max_tokens: int = 8, **params: Any) -> dict[str, An
     return answer
 
 
-def published(server: Server, version: int) -> None:
-    with WeightPublisher(server.token, timeout_s=60) as publisher:
-        publisher.connect([ServerAddress("server", server.url)])
-        assert publisher.publish(version, ModuleSource(random_model())).failed == {}
-
-
 @pytest.mark.parametrize("token", [None, "", "wrong-token-wrong-token"])
 @pytest.mark.parametrize(
     "path",
@@ -76,7 +70,7 @@ def test_no_token_no_answer(server: Server, path: str, token: str | None) -> Non
 
 
 def test_generation_returns_ids_logprobs_and_spans(server: Server) -> None:
-    published(server, 3)
+    publish(server, 3, random_model())
     answer = generate(server, max_tokens=8)
     (choice,) = answer["choices"]
     assert len(choice["token_ids"]) == 8
@@ -103,10 +97,9 @@ def test_an_empty_prompt_is_a_client_error(server: Server) -> None:
 
 
 def test_an_update_in_mid_sequence_shows_as_spans(server: Server) -> None:
-    published(server, 10)
+    publish(server, 10, random_model())
     last = {}
-    with WeightPublisher(server.token, timeout_s=60) as publisher:
-        publisher.connect([ServerAddress("server", server.url)])
+    with connect(server) as publisher:
 
         def update_twice(attempt: int) -> None:
             for version in (11 + 2 * attempt, 12 + 2 * attempt):
@@ -149,16 +142,12 @@ async def test_w1_an_incomplete_update_fails_and_a_complete_one_repairs_it(serve
         with pytest.raises(WeightSyncError, match="not initialized"):
             await client.receive_update(update_info_of(metas, 1000, pass_id=1))
         assert (await client.world_size()) == 1
-    await asyncio.to_thread(published, server, 21)
+    await asyncio.to_thread(publish, server, 21, random_model())
     assert generate(server)["choices"][0]["weight_versions"][0]["version"] == "21"
 
 
 def test_model_info_describes_the_checkpoint(server: Server) -> None:
-    async def ask() -> dict[str, Any]:
-        async with control_session(server.token) as session:
-            return await ControlClient(session, "server", server.url).worker_call("pipelinerl_model_info")
-
-    info = asyncio.run(ask())
+    info = with_client(server, lambda client: client.worker_call("pipelinerl_model_info"))
     shapes = {meta.name: list(meta.shape) for meta in ModuleSource(random_model()).metadata()}
     others = {"adapter_rank": None, "base_checksum": None, "rounded": []}
     assert info == {"tensors": shapes, "tied": True, "dtype": "float32", **others}

@@ -37,39 +37,12 @@ class Quantized(UnquantizedLinearMethod):
     """A method that rearranges its weights."""
 
 
-def model(method: object) -> torch.nn.Module:
+def linear(method: object = None, **attributes: object) -> torch.nn.Module:
     layer = torch.nn.Linear(2, 2)
-    layer.quant_method = method
-    return torch.nn.Sequential(layer)
-
-
-@pytest.mark.parametrize(
-    ("on_gpu", "method", "expected"),
-    [
-        (True, UnquantizedLinearMethod(), True),
-        (True, Quantized(), False),
-        (False, UnquantizedLinearMethod(), False),
-    ],
-)
-def test_plain_models_on_gpus_are_loaded_in_place(
-    monkeypatch: pytest.MonkeyPatch, on_gpu: bool, method: object, expected: bool
-) -> None:
-    monkeypatch.setattr(type(current_platform), "is_cuda", lambda self: on_gpu)
-    assert can_load_in_place(model(method)) is expected
-
-
-def test_a_layer_that_prepares_its_weights_after_loading_is_not(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(type(current_platform), "is_cuda", lambda self: True)
-    network = model(UnquantizedLinearMethod())
-    network[0].process_weights_after_loading = lambda dtype: None
-    assert not can_load_in_place(network)
-
-
-def test_layers_that_are_wrapped_for_adapters_are_not(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(type(current_platform), "is_cuda", lambda self: True)
-    wrapper = torch.nn.Module()
-    wrapper.base_layer = model(UnquantizedLinearMethod())[0]
-    assert not can_load_in_place(torch.nn.Sequential(wrapper))
+    layer.quant_method = UnquantizedLinearMethod() if method is None else method
+    for name, value in attributes.items():
+        setattr(layer, name, value)
+    return layer
 
 
 def attention(impl: object) -> torch.nn.Module:
@@ -77,7 +50,7 @@ def attention(impl: object) -> torch.nn.Module:
     layer = object.__new__(Attention)
     torch.nn.Module.__init__(layer)
     layer.impl = impl
-    return torch.nn.Sequential(layer)
+    return layer
 
 
 class Kernel(AttentionImplBase):
@@ -111,21 +84,26 @@ class Both(Kernel):
 
 
 @pytest.mark.parametrize(
-    ("kernel", "expected"),
+    ("layer", "expected"),
     [
-        (lambda: Kernel(), True),
-        (lambda: KernelWithSinks(None), True),
-        (lambda: KernelWithSinks(torch.zeros(2)), False),
-        (lambda: UnknownKernel(), False),
-        (lambda: Both(Kernel(), KernelWithSinks(None)), True),
-        (lambda: Both(Kernel(), KernelWithSinks(torch.zeros(2))), False),
+        (lambda: linear(), True),
+        (lambda: linear(Quantized()), False),
+        (lambda: linear(process_weights_after_loading=lambda dtype: None), False),
+        (lambda: linear(base_layer=linear()), False),  # as it is wrapped for an adapter
+        (lambda: attention(Kernel()), True),
+        (lambda: attention(KernelWithSinks(None)), True),
+        (lambda: attention(KernelWithSinks(torch.zeros(2))), False),
+        (lambda: attention(UnknownKernel()), False),
+        (lambda: attention(Both(Kernel(), KernelWithSinks(None))), True),
+        (lambda: attention(Both(Kernel(), KernelWithSinks(torch.zeros(2)))), False),
     ],
 )
-def test_attention_that_keeps_a_copy_of_its_sinks_is_not_loaded_in_place(
-    monkeypatch: pytest.MonkeyPatch, kernel: Callable[[], Kernel], expected: bool
+@pytest.mark.parametrize("on_gpu", [True, False])
+def test_plain_models_on_gpus_are_loaded_in_place(
+    monkeypatch: pytest.MonkeyPatch, layer: Callable[[], torch.nn.Module], expected: bool, on_gpu: bool
 ) -> None:
-    monkeypatch.setattr(type(current_platform), "is_cuda", lambda self: True)
-    assert can_load_in_place(attention(kernel())) is expected
+    monkeypatch.setattr(type(current_platform), "is_cuda", lambda self: on_gpu)
+    assert can_load_in_place(torch.nn.Sequential(layer())) is (expected and on_gpu)
 
 
 class Doubles(torch.nn.Module):
@@ -133,7 +111,7 @@ class Doubles(torch.nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.layer = model(UnquantizedLinearMethod())[0]
+        self.layer = linear()
         self.loaded: dict[str, torch.Tensor] = {}
         self.buffers: list[torch.Tensor] = []
         self.unknown = ""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from fakes.random_model import random_model
 
@@ -13,15 +15,20 @@ from pipelinerl.finetune.policy import PolicyModel
 from pipelinerl.finetune.ranks import Ranks
 
 
-def adapter_backend(targets: list[str], dtype: torch.dtype, device: torch.device, head_size: int) -> PlainBackend:
-    """Products in `dtype`, as in the servers. The base model is what `save_random_model` saves, tied."""
+def adapter_backend(
+    dtype: torch.dtype = torch.float32,
+    device: str = "cpu",
+    head_size: int = 32,
+    tied: bool = True,
+    **lora: Any,
+) -> PlainBackend:
+    """Products in `dtype`, as in the servers. The base model is what `save_random_model` saves."""
     register_own_attention()
-    model = random_model(tied=True, head_size=head_size)
+    model = random_model(tied=tied, head_size=head_size)
     model.set_attn_implementation(SEGMENTED_ATTENTION)
     policy = PolicyModel(model.train(), chunk_tokens=16, compute_dtype=dtype, served_dtype=dtype).to(device)
-    settings = LoraConfig(enabled=True, sync="adapter", r=4, alpha=16, target_modules=targets)
-    add_adapters(policy, settings, "base")
-    return PlainBackend(policy.to(device), FinetuneConfig(), Ranks(device=device))
+    add_adapters(policy, LoraConfig(enabled=True, sync="adapter", **{"r": 4, "alpha": 16, **lora}), "base")
+    return PlainBackend(policy.to(device), FinetuneConfig(), Ranks(device=torch.device(device)))
 
 
 @torch.no_grad()

@@ -9,6 +9,7 @@ from pathlib import Path
 import torch
 from fakes.families import random_model
 from fakes.random_model import perturb, save_tokenizer
+from fakes.updated_server import connect
 from fakes.vllm_process import VLLMProcess
 from transformers import AutoModelForCausalLM
 
@@ -23,8 +24,7 @@ from pipelinerl.finetune.ranks import Ranks
 from pipelinerl.finetune.weight_sync import check_checkpoint
 from pipelinerl.records import IGNORED_LABEL
 from pipelinerl.weights.buffers import NamedTensors, TensorMeta, WeightSource, saved_buffers
-from pipelinerl.weights.link import ServerAddress
-from pipelinerl.weights.sync import ProbeSequence, WeightPublisher
+from pipelinerl.weights.sync import ProbeSequence
 
 CPU = torch.device("cpu")
 #: Engine and worker are one process, which starts faster.
@@ -116,13 +116,12 @@ class Trial:
         `changes` (default: a step and `change_all`), each with the difference right before it."""
         with (
             VLLMProcess(model, self._folder / "server.log", self._served) as server,
-            WeightPublisher(server.token, timeout_s=60) as publisher,
+            connect(server) as publisher,
         ):
-            publisher.connect([ServerAddress("tiny", server.url)])
 
             def difference() -> float:
                 expected = [ProbeSequence(ids, own) for ids, own in zip(IDS, self.logprobs(), strict=True)]
-                return publisher.probe(expected).max_abs_diff
+                return publisher.probe(expected, "tiny").max_abs_diff
 
             yield difference(), None
             for version, change in enumerate(changes or (self.step, self.change_all), start=1):

@@ -188,7 +188,7 @@ class FakePublisher:
         return UpdateReport(version, [ServerUpdate("actor_llm_0", {"pause": 0.01, "transfer": 0.02})], {}, 0.05)
 
     @torch.no_grad()
-    def probe(self, sequences: Sequence[ProbeSequence], names: Any = None) -> ProbeResult:
+    def probe(self, sequences: Sequence[ProbeSequence], name: str) -> ProbeResult:
         self.probes += 1
         diffs = []
         for sequence in sequences:
@@ -197,7 +197,7 @@ class FakePublisher:
             ours = log_p.gather(-1, ids[0, 1:, None])[:, 0].tolist()
             diffs += [abs(a - b) for a, b in zip(ours, sequence.logprobs, strict=True)]
         mean = sum(diffs) / len(diffs)
-        return ProbeResult(mean, max(diffs), len(diffs), {"actor_llm_0": mean})
+        return ProbeResult(mean, max(diffs), len(diffs))
 
 
 @dataclass(frozen=True)

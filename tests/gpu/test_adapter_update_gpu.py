@@ -11,15 +11,14 @@ from pathlib import Path
 import pytest
 import torch
 from fakes.adapter_backend import adapter_backend, draw_adapter
-from fakes.random_model import random_ids, save_random_model
+from fakes.random_model import save_random_model
 from fakes.static_pool import StaticPool
+from fakes.updated_server import PROBED, connect
 from fakes.visible_gpus import visible_gpu
 from fakes.vllm_process import VLLMProcess
 
 from pipelinerl.finetune.ranks import Ranks
 from pipelinerl.finetune.weight_sync import WeightSync
-from pipelinerl.weights.link import ServerAddress
-from pipelinerl.weights.sync import WeightPublisher
 
 pytestmark = [
     pytest.mark.gpu,
@@ -29,7 +28,6 @@ pytestmark = [
 ]
 #: A fixed cache: nothing is measured at the start, so that other processes may use the GPU meanwhile.
 SMALL_CACHE = {"gpu_memory_utilization": 0.1, "kv-cache-memory-bytes": 1 << 30}
-PROBED = [random_ids(length, seed=length) for length in (2, 33, 80)]
 
 
 def check_updates(folder: Path, transport: str, server_gpu: int, targets: list[str], is_eager: bool) -> None:
@@ -39,11 +37,9 @@ def check_updates(folder: Path, transport: str, server_gpu: int, targets: list[s
     kwargs = {"dtype": "bfloat16", "enforce-eager": is_eager, **SMALL_CACHE}
     arguments = ["--adapter-rank", "4"]
     server = VLLMProcess(model, folder / "log", kwargs, transport=transport, environ=environ, arguments=arguments)
-    backend = adapter_backend(targets, torch.bfloat16, torch.device("cuda", 0), head_size=64)
+    backend = adapter_backend(torch.bfloat16, "cuda:0", head_size=64, target_modules=targets)
     ranks = Ranks(device=torch.device("cuda", 0))
-    settings = {"transport": transport, "transports": {"server": transport}}
-    with server, WeightPublisher(server.token, timeout_s=60, chunk_bytes=10_000, **settings) as publisher:
-        publisher.connect([ServerAddress("server", server.url)])
+    with server, connect(server, transport, chunk_bytes=10_000) as publisher:
         feed = WeightSync(backend, ranks, StaticPool(publisher))
         for version in range(3):
             draw_adapter(backend, version)

@@ -8,15 +8,14 @@ from pathlib import Path
 
 import pytest
 import torch
-from fakes.random_model import model_logprobs, perturb, random_ids, random_model, save_random_model
+from fakes.random_model import perturb, random_model, save_random_model
+from fakes.updated_server import connect, probe
 from fakes.visible_gpus import visible_gpu
 from fakes.vllm_process import VLLMProcess
 from fakes.whole_run import WholeRun, make_whole_run
 
 from pipelinerl.inference.transfer import IN_PLACE_VARIABLE
 from pipelinerl.weights.buffers import ModuleSource
-from pipelinerl.weights.link import ServerAddress
-from pipelinerl.weights.sync import ProbeSequence, WeightPublisher
 from pipelinerl.world import WorldMap
 
 pytestmark = [
@@ -44,10 +43,7 @@ def test_a_server_sleeps_wakes_and_computes_what_the_trainer_does(tmp_path: Path
     with server:
         # Only now: a server that starts next to a growing process measures wrongly.
         model = random_model(tied=True, seed=5, head_size=64).cuda()
-        with WeightPublisher(
-            server.token, transport="ipc", timeout_s=60, chunk_bytes=10_000, transports={"server": "ipc"}
-        ) as publisher:
-            publisher.connect([ServerAddress("server", server.url)])
+        with connect(server, "ipc", chunk_bytes=10_000) as publisher:
             for version in range(4):
                 if version:
                     awake = free_gib()
@@ -58,9 +54,7 @@ def test_a_server_sleeps_wakes_and_computes_what_the_trainer_does(tmp_path: Path
                 report = publisher.publish(version, ModuleSource(model, dtype=torch.bfloat16))
                 assert report.failed == {}
                 print(f"version {version}: {report.seconds}")
-                ids = random_ids(60, seed=version)
-                result = publisher.probe([ProbeSequence(ids, model_logprobs(model, ids))])
-                assert result.mean_abs_diff < 0.1
+                assert probe(publisher, model).mean_abs_diff < 0.1
 
 
 def test_a_colocated_run_learns(tmp_path: Path) -> None:

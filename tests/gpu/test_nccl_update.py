@@ -7,14 +7,13 @@ from pathlib import Path
 
 import pytest
 import torch
-from fakes.random_model import model_logprobs, perturb, random_ids, random_model, save_random_model
+from fakes.random_model import perturb, random_model, save_random_model
+from fakes.updated_server import connect, damage_second_buffer, probe
 from fakes.visible_gpus import visible_gpu
 from fakes.vllm_process import VLLMProcess
 
 from pipelinerl.inference.transfer import IN_PLACE_VARIABLE
 from pipelinerl.weights.buffers import ModuleSource
-from pipelinerl.weights.link import ServerAddress
-from pipelinerl.weights.sync import ProbeSequence, WeightPublisher
 from pipelinerl.weights.transport import GroupSender
 
 pytestmark = [
@@ -35,15 +34,12 @@ def test_trainer_and_server_agree_after_updates_over_nccl(tmp_path: Path, tied: 
     environ = {**os.environ, "CUDA_VISIBLE_DEVICES": visible_gpu(1), IN_PLACE_VARIABLE: in_place}
     settings = {"dtype": "bfloat16", **SMALL_CACHE}
     server = VLLMProcess(folder, tmp_path / "server.log", settings, transport="nccl", environ=environ)
-    with server, WeightPublisher(server.token, transport="nccl", timeout_s=60, chunk_bytes=10_000) as publisher:
-        publisher.connect([ServerAddress("server", server.url)])
+    with server, connect(server, "nccl", chunk_bytes=10_000) as publisher:
         for version in range(5):
             perturb(model, seed=version)
             report = publisher.publish(version, ModuleSource(model, dtype=torch.bfloat16))
             assert report.failed == {}
-            ids = random_ids(60, seed=version)
-            result = publisher.probe([ProbeSequence(ids, model_logprobs(model, ids))])
-            assert result.mean_abs_diff < 0.1
+            assert probe(publisher, model).mean_abs_diff < 0.1
 
 
 def test_a_buffer_that_arrives_as_zeros_is_refused_and_sent_again(
@@ -54,19 +50,10 @@ def test_a_buffer_that_arrives_as_zeros_is_refused_and_sent_again(
     environ = {**os.environ, "CUDA_VISIBLE_DEVICES": visible_gpu(1)}
     settings = {"dtype": "bfloat16", **SMALL_CACHE}
     server = VLLMProcess(folder, tmp_path / "server.log", settings, transport="nccl", environ=environ)
-    send, sent = GroupSender.send, []
-
-    def send_zeros_once(self: GroupSender, buffer: torch.Tensor) -> None:
-        sent.append(buffer.numel())
-        send(self, torch.zeros_like(buffer) if len(sent) == 2 else buffer)
-
-    with server, WeightPublisher(server.token, transport="nccl", timeout_s=60, chunk_bytes=10_000) as publisher:
-        publisher.connect([ServerAddress("server", server.url)])
-        monkeypatch.setattr(GroupSender, "send", send_zeros_once)
+    with server, connect(server, "nccl", chunk_bytes=10_000) as publisher:
+        damage_second_buffer(monkeypatch, GroupSender)
         report = publisher.publish(0, ModuleSource(model, dtype=torch.bfloat16))
         assert report.failed == {}
         assert report.updated[0].recovered_from
         assert "buffer 2 of" in server.tail(10**9)
-        ids = random_ids(60, seed=1)
-        result = publisher.probe([ProbeSequence(ids, model_logprobs(model, ids))])
-        assert result.mean_abs_diff < 0.1
+        assert probe(publisher, model).mean_abs_diff < 0.1

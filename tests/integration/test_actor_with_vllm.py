@@ -2,20 +2,18 @@
 
 from __future__ import annotations
 
-import re
 import time
-import urllib.request
 from pathlib import Path
 
 import torch
 from fakes.actor_run import ActorRun, CountingTrainer
+from fakes.mid_sequence import num_running
 from fakes.random_model import model_logprobs, perturb, random_model
+from fakes.updated_server import connect
 from fakes.vllm_process import VLLMProcess
 
 from pipelinerl.records import Sample
 from pipelinerl.weights.buffers import ModuleSource
-from pipelinerl.weights.link import ServerAddress
-from pipelinerl.weights.sync import WeightPublisher
 
 
 def crossing_samples(run: ActorRun) -> list[Sample]:
@@ -30,14 +28,8 @@ def wait_for_crossing_samples(run: ActorRun) -> None:
 
 def wait_for_running_requests(server: VLLMProcess) -> None:
     """An update crosses sequences only if some are running."""
-    request = urllib.request.Request(f"{server.url}/metrics", headers={"Authorization": f"Bearer {server.token}"})
     deadline = time.monotonic() + 60
-    while True:
-        with urllib.request.urlopen(request, timeout=30) as answer:
-            running = re.search(r"^vllm:num_requests_running\{.*\} (\S+)", answer.read().decode(), re.MULTILINE)
-        assert running is not None
-        if float(running[1]) > 0:
-            return
+    while num_running(server) == 0:
         assert time.monotonic() < deadline, "no request is running"
 
 
@@ -54,8 +46,7 @@ def test_samples_agree_with_the_trainer_and_cross_updates(tmp_path: Path, tiny_s
         actor={"test_samples": 8},
         llm={"parameters": {"max_tokens": 150, "temperature": 0.7, "ignore_eos": True}},
     )
-    with WeightPublisher(tiny_server.token, timeout_s=60) as publisher:
-        publisher.connect([ServerAddress("tiny", tiny_server.url)])
+    with connect(tiny_server) as publisher:
 
         def publish(version: int) -> None:
             if version == 4:

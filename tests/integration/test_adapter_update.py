@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import itertools
 import json
 import urllib.request
@@ -12,30 +11,26 @@ from typing import Any, get_args
 
 import pytest
 import torch
+from fakes.adapter_backend import adapter_backend, draw_adapter
 from fakes.mid_sequence import generate_across_updates
 from fakes.random_model import model_logprobs, random_ids, random_model, save_random_model
 from fakes.static_pool import StaticPool
+from fakes.updated_server import PROBED, connect, damage_second_buffer, generate, output_of, sampling
 from fakes.vllm_process import VLLMProcess
 
-from pipelinerl.config.finetune import FinetuneConfig, LoraConfig
 from pipelinerl.errors import WeightSyncError
-from pipelinerl.finetune.attention import SEGMENTED_ATTENTION, register_own_attention
 from pipelinerl.finetune.backends.base import PlainBackend
-from pipelinerl.finetune.lora import add_adapters
-from pipelinerl.finetune.policy import PolicyModel
 from pipelinerl.finetune.ranks import Ranks
 from pipelinerl.finetune.weight_sync import WeightSync
 from pipelinerl.inference.arguments import ROOM_RANKS
 from pipelinerl.records.completion import MEDIA_TYPE, decode_completion
 from pipelinerl.weights.buffers import ModuleSource, WeightSource
-from pipelinerl.weights.link import ControlClient, ServerAddress, control_session
 from pipelinerl.weights.manifest import folder_checksum
 from pipelinerl.weights.sync import WeightPublisher
 from pipelinerl.weights.transport import GroupSender
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 TOLERANCE = 1e-4
-PROBED = [random_ids(length, seed=length) for length in (2, 33, 80)]
 VERSIONS = itertools.count(1)
 #: Workers of the server: with two, A and B are sliced between them.
 WORKERS = (1, 2)
@@ -53,28 +48,9 @@ def server(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
 
 def backend_of(seed: int, dtype: torch.dtype = torch.float32, **lora: Any) -> PlainBackend:
     """A policy on the server's base model with large random A and B, for servers in `dtype`."""
-    register_own_attention()
-    model = random_model(tied=False)
-    model.set_attn_implementation(SEGMENTED_ATTENTION)
-    policy = PolicyModel(model.train(), temperature=0.6, chunk_tokens=16, compute_dtype=dtype, served_dtype=dtype)
-    settings = {"r": 4, "alpha": 10.0, **lora}
-    add_adapters(policy, LoraConfig(enabled=True, sync="adapter", **settings), "base")
-    draw(policy, seed)
-    return PlainBackend(policy, FinetuneConfig(), Ranks())
-
-
-@torch.no_grad()
-def draw(policy: PolicyModel, seed: int) -> None:
-    generator = torch.Generator().manual_seed(seed)
-    for parameter in policy.parameters():
-        if parameter.requires_grad:
-            parameter.copy_(0.15 * torch.randn(parameter.shape, generator=generator))
-
-
-def connect(server: VLLMProcess, **settings: Any) -> WeightPublisher:
-    publisher = WeightPublisher(server.token, timeout_s=60, **settings)
-    publisher.connect([ServerAddress("tiny", server.url)])
-    return publisher
+    backend = adapter_backend(dtype, tied=False, **{"alpha": 10.0, **lora})
+    draw_adapter(backend, seed)
+    return backend
 
 
 def feed_of(backend: PlainBackend, publisher: WeightPublisher) -> WeightSync:
@@ -85,30 +61,12 @@ def source_of(backend: PlainBackend) -> WeightSource:
     return backend.adapter_source(torch.float32)
 
 
-def ask(server: VLLMProcess, body: dict[str, Any]) -> dict[str, Any]:
-    async def run() -> dict[str, Any]:
-        async with control_session(server.token) as session:
-            return await ControlClient(session, "tiny", server.url).generate(body)
-
-    return asyncio.run(run())
-
-
 def post(server: VLLMProcess, path: str, body: dict[str, Any], accept: str = "*/*") -> bytes:
     headers = {"Authorization": f"Bearer {server.token}", "Content-Type": "application/json", "Accept": accept}
     request = urllib.request.Request(f"{server.url}{path}", json.dumps(body).encode(), headers)
     opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
     with opener.open(request, timeout=60) as response:
         return bytes(response.read())
-
-
-def sampling(ids: list[int], max_tokens: int) -> dict[str, Any]:
-    wanted = {"max_tokens": max_tokens, "temperature": 1.0, "logprobs": 0, "ignore_eos": True}
-    return {"model": "actor", "token_ids": ids, "sampling_params": wanted}
-
-
-def output_of(answer: dict[str, Any]) -> tuple[list[int], list[float]]:
-    (choice,) = answer["choices"]
-    return choice["token_ids"], [entry["logprob"] for entry in choice["logprobs"]["content"]]
 
 
 def largest_difference(backend: PlainBackend, prompt: list[int], ids: list[int], logprobs: list[float]) -> float:
@@ -125,7 +83,7 @@ def test_there_is_room_for_the_ranks_of_vllm() -> None:
 def test_before_the_first_update_the_server_is_its_base_model(server: VLLMProcess) -> None:
     """Has to run first."""
     prompt = random_ids(20, seed=1)
-    ids, logprobs = output_of(ask(server, sampling(prompt, 10)))
+    ids, logprobs = output_of(generate(server, sampling(prompt, 10)))
     base = model_logprobs(random_model(tied=False), prompt + ids)[len(prompt) - 1 :]
     assert max(abs(a - b) for a, b in zip(logprobs, base, strict=True)) < TOLERANCE
 
@@ -138,7 +96,7 @@ def test_w1_the_server_computes_with_the_adapter(server: VLLMProcess, targets: l
         feed = feed_of(backend, publisher)
         for seed in (2, 3):
             before = feed.probe.sequences(PROBED)
-            draw(backend.policy, seed)
+            draw_adapter(backend, seed)
             after = feed.probe.sequences(PROBED)
             # The old weights must be told apart, or the test proves nothing.
             assert mean_difference(before[2].logprobs, after[2].logprobs) > 100 * TOLERANCE
@@ -165,7 +123,7 @@ def test_every_route_samples_with_the_adapter(server: VLLMProcess) -> None:
     with connect(server) as publisher:
         publisher.publish(next(VERSIONS), source_of(backend))
     prompt = random_ids(20, seed=2)
-    assert largest_difference(backend, prompt, *output_of(ask(server, sampling(prompt, 20)))) < TOLERANCE
+    assert largest_difference(backend, prompt, *output_of(generate(server, sampling(prompt, 20)))) < TOLERANCE
     packed = decode_completion(post(server, "/inference/v1/generate", sampling(prompt, 20), MEDIA_TYPE))
     ids = torch.frombuffer(bytearray(packed.token_ids), dtype=torch.int32).tolist()
     logprobs = torch.frombuffer(bytearray(packed.logprobs or b""), dtype=torch.float32).tolist()
@@ -184,7 +142,9 @@ def test_w3_prefix_cache_entries_never_cross_an_update(server: VLLMProcess) -> N
         for backend in (old, new, old):
             publisher.publish(next(VERSIONS), source_of(backend))
             for _ in range(2):
-                assert largest_difference(backend, prompt, *output_of(ask(server, sampling(prompt, 8)))) < TOLERANCE
+                assert (
+                    largest_difference(backend, prompt, *output_of(generate(server, sampling(prompt, 8)))) < TOLERANCE
+                )
 
 
 @pytest.mark.parametrize("kv_cache", ["recompute", "keep"])
@@ -193,12 +153,12 @@ def test_a_sequence_that_crosses_an_update_goes_on_with_the_new_adapter(server: 
     body = sampling(random_ids(12, seed=6), 400)
     with connect(server, kv_cache=kv_cache) as publisher:
 
-        def generate() -> dict[str, Any]:
+        def generate_with_old() -> dict[str, Any]:
             publisher.publish(next(VERSIONS), source_of(old))
-            return ask(server, body)
+            return generate(server, body)
 
         answer = generate_across_updates(
-            server, generate, lambda attempt: publisher.publish(next(VERSIONS), source_of(new))
+            server, generate_with_old, lambda attempt: publisher.publish(next(VERSIONS), source_of(new))
         )
     first, second = answer["choices"][0]["weight_versions"]
     assert int(second["version"]) == int(first["version"]) + 1
@@ -211,14 +171,9 @@ def test_a_sequence_that_crosses_an_update_goes_on_with_the_new_adapter(server: 
 
 
 def test_a_damaged_adapter_is_not_used_and_sent_again(server: VLLMProcess, monkeypatch: pytest.MonkeyPatch) -> None:
-    backend, sent, send = backend_of(10), [], GroupSender.send
-
-    def send_damaged_once(self: GroupSender, buffer: torch.Tensor) -> None:
-        sent.append(buffer.numel())
-        send(self, torch.zeros_like(buffer) if len(sent) == 2 else buffer)
-
+    backend = backend_of(10)
     with connect(server, chunk_bytes=3_000) as publisher:
-        monkeypatch.setattr(GroupSender, "send", send_damaged_once)
+        damage_second_buffer(monkeypatch, GroupSender)
         report = publisher.publish(next(VERSIONS), source_of(backend))
         assert report.failed == {} and "buffer 2 of" in str(report.updated[0].recovered_from)
         assert (feed_of(backend, publisher).send(next(VERSIONS), PROBED).probe_abs_diff or 0) < TOLERANCE
@@ -254,7 +209,7 @@ def test_a_bf16_server_agrees_within_its_precision(tmp_path: Path) -> None:
     ):
         feed = feed_of(backend, publisher)
         before = feed.probe.sequences(PROBED)[2].logprobs
-        draw(backend.policy, 14)
+        draw_adapter(backend, 14)
         after = feed.probe.sequences(PROBED)[2].logprobs
         difference = feed.send(next(VERSIONS), PROBED).probe_abs_diff
     assert difference is not None and difference < 0.05

@@ -9,56 +9,27 @@ from pathlib import Path
 import pytest
 import torch
 from fakes.adapter_backend import adapter_backend, draw_adapter
-from fakes.random_model import model_logprobs, perturb, random_ids, random_model, save_random_model
+from fakes.random_model import perturb, random_model, save_random_model
 from fakes.static_pool import StaticPool
+from fakes.updated_server import IPC_ON_CPU, IPC_ON_CPU_ENVIRON, PROBED, connect, probe
 from fakes.vllm_process import VLLMProcess
 
 from pipelinerl.finetune.ranks import Ranks
 from pipelinerl.finetune.weight_sync import WeightSync
 from pipelinerl.weights.buffers import ModuleSource
 from pipelinerl.weights.ipc import HandleSender
-from pipelinerl.weights.link import ServerAddress
-from pipelinerl.weights.sync import ProbeResult, ProbeSequence, WeightPublisher
 
 pytestmark = pytest.mark.slow
 TOLERANCE = 1e-4
-# What a server on a CPU is started with; the transport alone does not say so here.
-CPU_ENVIRON = {
-    "VLLM_CPU_KVCACHE_SPACE": "1",
-    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
-    "TORCH_COMPILE_DISABLE": "1",
-}
 
 
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[VLLMProcess]:
     folder = tmp_path_factory.mktemp("ipc_server")
     model = save_random_model(folder / "model", tied=True)
-    kwargs = {"dtype": "float32", "enable-chunked-prefill": False}
-    environ = {**os.environ, **CPU_ENVIRON}
-    with VLLMProcess(model, folder / "server.log", kwargs, transport="ipc", environ=environ) as server:
+    environ = {**os.environ, **IPC_ON_CPU_ENVIRON}
+    with VLLMProcess(model, folder / "server.log", IPC_ON_CPU, transport="ipc", environ=environ) as server:
         yield server
-
-
-def connect(server: VLLMProcess, chunk_bytes: int = 10_000) -> WeightPublisher:
-    publisher = WeightPublisher(server.token, timeout_s=120, chunk_bytes=chunk_bytes, transports={"tiny": "ipc"})
-    publisher.connect([ServerAddress("tiny", server.url)])
-    return publisher
-
-
-def probe(publisher: WeightPublisher, model: torch.nn.Module) -> ProbeResult:
-    ids = random_ids(60, seed=1)
-    return publisher.probe([ProbeSequence(ids, model_logprobs(model, ids))])
-
-
-@pytest.mark.parametrize("chunk_bytes", [10_000, 2**28])
-def test_w1_the_server_computes_what_the_trainer_does(server: VLLMProcess, chunk_bytes: int) -> None:
-    model = random_model(tied=True, seed=5)
-    with connect(server, chunk_bytes) as publisher:
-        for version in range(3):
-            perturb(model, seed=version)
-            assert publisher.publish(version, ModuleSource(model)).failed == {}
-            assert probe(publisher, model).max_abs_diff < TOLERANCE
 
 
 def test_l1_a_trainer_that_breaks_off_is_followed_by_a_whole_update(
@@ -75,7 +46,7 @@ def test_l1_a_trainer_that_breaks_off_is_followed_by_a_whole_update(
             raise OSError("injected: no second buffer")
         send(self, buffer)
 
-    with connect(server) as publisher:
+    with connect(server, "ipc", chunk_bytes=10_000) as publisher:
         monkeypatch.setattr(HandleSender, "send", send_or_fail)
         report = publisher.publish(7, ModuleSource(model))
         assert report.failed == {} and "injected" in str(report.updated[0].recovered_from)
@@ -85,7 +56,7 @@ def test_l1_a_trainer_that_breaks_off_is_followed_by_a_whole_update(
 def test_a_server_that_slept_is_whole_after_the_next_update(server: VLLMProcess) -> None:
     """Level 0 is the pause that a server on a CPU sleeps by; levels 1 and 2 do nothing there but are answered."""
     model = random_model(tied=True, seed=10)
-    with connect(server) as publisher:
+    with connect(server, "ipc", chunk_bytes=10_000) as publisher:
         for level in (0, 1, 2):
             publisher.sleep(level)
             perturb(model, seed=level)
@@ -97,20 +68,16 @@ def test_a_server_that_slept_is_whole_after_the_next_update(server: VLLMProcess)
 def test_an_adapter_alone_comes_that_way_too(tmp_path: Path, targets: list[str]) -> None:
     """In buffers that the trainer uses again, while the server keeps the tensors."""
     model = save_random_model(tmp_path / "model", tied=True)
-    kwargs, environ = {"dtype": "float32", "enable-chunked-prefill": False}, {**os.environ, **CPU_ENVIRON}
-    arguments = ["--adapter-rank", "4"]
-    backend = adapter_backend(targets, torch.float32, torch.device("cpu"), head_size=32)
-    probed = [random_ids(length, seed=length) for length in (2, 33, 80)]
-    with (
-        VLLMProcess(model, tmp_path / "log", kwargs, transport="ipc", environ=environ, arguments=arguments) as server,
-        connect(server, chunk_bytes=3_000) as publisher,
-    ):
+    environ, arguments = {**os.environ, **IPC_ON_CPU_ENVIRON}, ["--adapter-rank", "4"]
+    backend = adapter_backend(target_modules=targets)
+    process = VLLMProcess(model, tmp_path / "log", IPC_ON_CPU, transport="ipc", environ=environ, arguments=arguments)
+    with process as server, connect(server, "ipc", chunk_bytes=3_000) as publisher:
         feed = WeightSync(backend, Ranks(), StaticPool(publisher))
         for version in range(3):
-            before = feed.probe.sequences(probed)[2].logprobs
+            before = feed.probe.sequences(PROBED)[2].logprobs
             draw_adapter(backend, version)
-            after = feed.probe.sequences(probed)[2].logprobs
+            after = feed.probe.sequences(PROBED)[2].logprobs
             # The adapter before must be told apart, or the test proves nothing.
             assert max(abs(a - b) for a, b in zip(before, after, strict=True)) > 100 * TOLERANCE
-            difference = feed.send(version, probed).probe_abs_diff
+            difference = feed.send(version, PROBED).probe_abs_diff
             assert difference is not None and difference < TOLERANCE

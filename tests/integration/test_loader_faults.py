@@ -17,13 +17,13 @@ import pytest
 import torch
 from fakes.family_trial import IDS, Trial, WithoutSome, last_of_each_kind
 from fakes.limits import PROCESS_LIMIT_S
+from fakes.updated_server import connect
 from fakes.vllm_process import VLLMProcess
 
 from pipelinerl.errors import WeightSyncError
 from pipelinerl.finetune.probe import PROBE_TOLERANCE
 from pipelinerl.weights.buffers import NamedTensors, TensorMeta, WeightSource
-from pipelinerl.weights.link import ServerAddress
-from pipelinerl.weights.sync import ProbeSequence, WeightPublisher
+from pipelinerl.weights.sync import ProbeSequence
 
 TESTS = Path(__file__).parents[1]
 #: Embeddings, heads, norms, queries to outputs and MLPs; routers with a bias and experts; sinks and experts in one
@@ -88,10 +88,9 @@ def test_w1_a_server_is_refused_after_every_fault_and_the_next_update_repairs_it
 
         def publish(sent: WeightSource) -> tuple[str | None, float]:
             """Why the server has not got it; how far its log-probs are off."""
-            with WeightPublisher(server.token, timeout_s=60) as publisher:
-                publisher.connect([ServerAddress("tiny", server.url)])
+            with connect(server) as publisher:
                 failed = publisher.publish(1, sent).failed.get("tiny")
-                return failed, 0.0 if failed else publisher.probe(expected).mean_abs_diff
+                return failed, 0.0 if failed else publisher.probe(expected, "tiny").mean_abs_diff
 
         for name in last_of_each_kind([meta.name for meta in source.metadata()]):
             with pytest.raises(WeightSyncError, match=f"left out: {name}"):

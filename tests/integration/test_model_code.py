@@ -8,12 +8,11 @@ import textwrap
 from pathlib import Path
 
 import pytest
-from fakes.random_model import model_logprobs, random_ids, random_model, save_random_model
+from fakes.random_model import random_model, save_random_model
+from fakes.updated_server import connect, probe
 from fakes.vllm_process import VLLMProcess
 
 from pipelinerl.inference.arguments import ServerSettings, server_arguments
-from pipelinerl.weights.link import ServerAddress
-from pipelinerl.weights.sync import ProbeSequence, WeightPublisher
 
 pytestmark = pytest.mark.slow
 CODE = """
@@ -40,11 +39,8 @@ def test_a_server_runs_code_of_the_model_if_it_is_trusted(tmp_path: Path) -> Non
     environ = {**os.environ, "HF_MODULES_CACHE": str(tmp_path / "modules")}
     with (
         VLLMProcess(model, tmp_path / "trusted.log", {"trust-remote-code": ""}, environ=environ) as server,
-        WeightPublisher(server.token, timeout_s=120, transports={"own": "gloo"}) as publisher,
+        connect(server) as publisher,
     ):
-        publisher.connect([ServerAddress("own", server.url)])
-        ids = random_ids(20, 0)
-        result = publisher.probe([ProbeSequence(ids, model_logprobs(random_model(), ids))])
-    assert result.max_abs_diff < 1e-4
+        assert probe(publisher, random_model()).max_abs_diff < 1e-4
     with pytest.raises(RuntimeError, match=r"trust_remote_code|trust-remote-code"):
         VLLMProcess(model, tmp_path / "refused.log", environ=environ).__enter__()

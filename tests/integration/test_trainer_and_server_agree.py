@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 from fakes.random_model import random_ids, random_model
 from fakes.static_pool import StaticPool
+from fakes.updated_server import connect, sampling, with_client
 from fakes.vllm_process import VLLMProcess
 
 from pipelinerl.config.algorithm import RLConfig
@@ -22,7 +23,7 @@ from pipelinerl.finetune.ranks import Ranks
 from pipelinerl.finetune.step import StepRunner
 from pipelinerl.finetune.weight_sync import WeightSync
 from pipelinerl.records import IGNORED_LABEL, Sample, TrainingBatch, VersionSpan
-from pipelinerl.weights.link import ControlClient, ServerAddress, control_session
+from pipelinerl.weights.link import ControlClient
 from pipelinerl.weights.sync import WeightPublisher
 
 TEMPERATURE = 0.6
@@ -32,8 +33,7 @@ PROMPTS = [random_ids(length, seed=length) for length in (5, 12, 33, 33, 64, 20)
 
 @pytest.fixture
 def publisher(tiny_server: VLLMProcess) -> Iterator[WeightPublisher]:
-    with WeightPublisher(tiny_server.token, timeout_s=60) as publisher:
-        publisher.connect([ServerAddress("tiny", tiny_server.url)])
+    with connect(tiny_server) as publisher:
         yield publisher
 
 
@@ -54,16 +54,12 @@ def parts(policy: PolicyModel, publisher: WeightPublisher, **rl: Any) -> tuple[S
 def sampled(server: VLLMProcess) -> list[Sample]:
     """What the server answers to all prompts at once, at the sampling temperature, as samples."""
 
-    async def ask() -> list[dict[str, Any]]:
-        sampling = {"max_tokens": OUTPUT_TOKENS, "temperature": TEMPERATURE, "logprobs": 0, "ignore_eos": True}
-        async with control_session(server.token) as session:
-            client = ControlClient(session, "tiny", server.url)
-            bodies = ({"model": "actor", "token_ids": ids, "sampling_params": sampling} for ids in PROMPTS)
-            return list(await asyncio.gather(*(client.generate(body) for body in bodies)))
+    async def ask(client: ControlClient) -> list[dict[str, Any]]:
+        bodies = [sampling(ids, OUTPUT_TOKENS, TEMPERATURE) for ids in PROMPTS]
+        return list(await asyncio.gather(*(client.generate(body) for body in bodies)))
 
-    return [
-        sample_of(k, prompt, answer) for k, (prompt, answer) in enumerate(zip(PROMPTS, asyncio.run(ask()), strict=True))
-    ]
+    pairs = zip(PROMPTS, with_client(server, ask), strict=True)
+    return [sample_of(number, prompt, answer) for number, (prompt, answer) in enumerate(pairs)]
 
 
 def sample_of(number: int, prompt: list[int], answer: dict[str, Any]) -> Sample:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import itertools
 import threading
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +14,7 @@ import torch
 from fakes.limits import PROCESS_LIMIT_S
 from fakes.mid_sequence import ATTEMPTS, generate_across_updates, num_running
 from fakes.random_model import model_logprobs, perturb, random_ids, random_model, save_random_model
+from fakes.updated_server import CutShort, connect, generate, output_of, probe, sampling, with_client
 from fakes.vllm_process import VLLMProcess
 
 from pipelinerl.weights.buffers import (
@@ -27,37 +27,11 @@ from pipelinerl.weights.buffers import (
     plan_chunks,
     update_info_of,
 )
-from pipelinerl.weights.link import ControlClient, ServerAddress, control_session
-from pipelinerl.weights.sync import ProbeResult, ProbeSequence, WeightPublisher
+from pipelinerl.weights.link import ControlClient, control_session
+from pipelinerl.weights.sync import WeightPublisher
 from pipelinerl.weights.transport import GroupSender, SenderOptions, open_sender
 
 TOLERANCE = 1e-4
-
-
-def connect(server: VLLMProcess, **settings: Any) -> WeightPublisher:
-    publisher = WeightPublisher(server.token, timeout_s=60, **settings)
-    publisher.connect([ServerAddress("tiny", server.url)])
-    return publisher
-
-
-def probe(publisher: WeightPublisher, model: torch.nn.Module) -> ProbeResult:
-    sequences = [random_ids(length, seed=length) for length in (2, 33, 80)]
-    return publisher.probe([ProbeSequence(ids, model_logprobs(model, ids)) for ids in sequences])
-
-
-async def with_client(server: VLLMProcess, call: Any) -> Any:
-    async with control_session(server.token) as session:
-        return await call(ControlClient(session, "tiny", server.url))
-
-
-def sampling(ids: list[int], max_tokens: int, temperature: float = 0.6, **params: Any) -> dict[str, Any]:
-    wanted = {"max_tokens": max_tokens, "temperature": temperature, "logprobs": 0, "ignore_eos": True, **params}
-    return {"model": "actor", "token_ids": ids, "sampling_params": wanted}
-
-
-def output_of(answer: dict[str, Any]) -> tuple[list[int], list[float]]:
-    (choice,) = answer["choices"]
-    return choice["token_ids"], [entry["logprob"] for entry in choice["logprobs"]["content"]]
 
 
 def assert_parity(server: VLLMProcess, chunk_bytes: int, model: torch.nn.Module) -> None:
@@ -109,7 +83,7 @@ def test_a_float16_server_agrees_within_its_precision(tmp_path: Path) -> None:
             perturb(model, seed=4)
             assert publisher.publish(version, ModuleSource(model, dtype=dtype)).failed == {}
             result = probe(publisher, model)
-            assert result.server_dtypes == {"tiny": "float16"}
+            assert result.server_dtype == "float16"
             differences.append(result.mean_abs_diff)
         assert max(differences) < 0.01
 
@@ -119,7 +93,7 @@ def test_t3_sampled_logprobs_are_those_of_the_trainer_at_the_sampling_temperatur
     with connect(tiny_server) as publisher:
         publisher.publish(0, ModuleSource(model))
     prompt = random_ids(20, seed=3)
-    answer = asyncio.run(with_client(tiny_server, lambda c: c.generate(sampling(prompt, 40, temperature=0.6))))
+    answer = generate(tiny_server, sampling(prompt, 40, temperature=0.6))
     ids, logprobs = output_of(answer)
     expected = model_logprobs(model, prompt + ids, temperature=0.6)[len(prompt) - 1 :]
     assert max(abs(a - b) for a, b in zip(logprobs, expected, strict=True)) < TOLERANCE
@@ -142,7 +116,7 @@ def send_without_checks(server: VLLMProcess, model: torch.nn.Module, keep: Any) 
         await asyncio.gather(client.receive_update(info), asyncio.to_thread(sender.send, buffer))
         await client.finish_update(99)
 
-    asyncio.run(with_client(server, run))
+    with_client(server, run)
 
 
 @pytest.mark.parametrize(
@@ -160,25 +134,14 @@ def test_w1_a_tensor_left_out_fails_the_update_and_the_next_one_repairs_it(
         assert probe(publisher, model).max_abs_diff < TOLERANCE
 
 
-class CutShort(ModuleSource):
-    """A trainer that dies after the first of several buffers."""
-
-    def buckets(self) -> Iterator[list[tuple[str, torch.Tensor]]]:
-        whole = [item for bucket in super().buckets() for item in bucket]
-        yield whole[:9]
-        raise InterruptedError("trainer died")
-
-
 def test_l2_a_restarted_trainer_repairs_a_half_loaded_server_and_running_requests_survive(
     tiny_server: VLLMProcess,
 ) -> None:
     """The buffered q and k of a half-loaded layer must not be mistaken for those of the next update."""
     old, half, new = random_model(seed=10), random_model(seed=11), random_model(seed=12)
     answers: list[dict[str, Any]] = []
-    body = sampling(random_ids(12, seed=4), 400)
-    request = threading.Thread(
-        target=lambda: answers.append(asyncio.run(with_client(tiny_server, lambda c: c.generate(body))))
-    )
+    body = sampling(random_ids(12, seed=4), 400, temperature=0.6)
+    request = threading.Thread(target=lambda: answers.append(generate(tiny_server, body)))
     with connect(tiny_server, chunk_bytes=10_000) as publisher:
         publisher.publish(30, ModuleSource(old))
         request.start()
@@ -245,11 +208,11 @@ def test_w1_buffers_that_arrive_as_zeros_are_not_loaded_and_good_ones_repair_the
             damage(patch, passes=2)
             assert list(publisher.publish(62, ModuleSource(old)).failed) == ["tiny"]
     assert times_logged() > logged_once
-    assert asyncio.run(with_client(tiny_server, is_paused))
+    assert with_client(tiny_server, is_paused)
     with connect(tiny_server, chunk_bytes=10_000) as publisher:
         assert publisher.publish(63, ModuleSource(old)).failed == {}
         assert probe(publisher, old).max_abs_diff < TOLERANCE
-    assert not asyncio.run(with_client(tiny_server, is_paused))
+    assert not with_client(tiny_server, is_paused)
 
 
 def assert_pure(answer: dict[str, Any], prompt: list[int], version: str, model: torch.nn.Module) -> None:
@@ -266,13 +229,13 @@ def test_w3_requests_that_start_after_an_update_match_the_new_weights(tiny_serve
     cache entries of the old weights. All share a prompt of 4 full cache blocks that the old weights have cached."""
     prompt = random_ids(140, seed=5)
     old, new = random_model(seed=13), random_model(seed=14)
-    body = sampling(prompt, 16, temperature=1.0)
+    body = sampling(prompt, 16)
 
     async def run(client: ControlClient) -> bool:
         """Whether the other requests were running at the update."""
         before, after = next(versions), next(versions)
         await asyncio.to_thread(publisher.publish, before, ModuleSource(old))
-        running = [asyncio.create_task(client.generate(sampling(prompt, 340))) for _ in range(4)]
+        running = [asyncio.create_task(client.generate(sampling(prompt, 340, temperature=0.6))) for _ in range(4)]
         assert_pure(await client.generate(body), prompt, str(before), old)
         await client.pause(publisher_kv_cache)
         queued = [asyncio.create_task(client.generate(body)) for _ in range(8)]
@@ -289,7 +252,7 @@ def test_w3_requests_that_start_after_an_update_match_the_new_weights(tiny_serve
     versions = itertools.count(41)
     with connect(tiny_server, kv_cache=kv_cache) as publisher:
         # A test process that was held up finds the requests done: that shows nothing, so it is tried again.
-        assert any(asyncio.run(with_client(tiny_server, run)) for _ in range(ATTEMPTS))
+        assert any(with_client(tiny_server, run) for _ in range(ATTEMPTS))
 
 
 def test_recompute_gives_the_new_policy_from_the_first_new_token(tiny_server: VLLMProcess) -> None:
@@ -298,18 +261,18 @@ def test_recompute_gives_the_new_policy_from_the_first_new_token(tiny_server: VL
     differences = {}
     versions = itertools.count(50)
     old, new = random_model(seed=16), random_model(seed=17)
-    body = sampling(random_ids(12, seed=6), 480, temperature=1.0)
+    body = sampling(random_ids(12, seed=6), 480)
     for kv_cache in ("recompute", "keep"):
         with connect(tiny_server, kv_cache=kv_cache) as publisher:
 
-            def generate(publisher: WeightPublisher = publisher) -> dict[str, Any]:
+            def generate_with_old(publisher: WeightPublisher = publisher) -> dict[str, Any]:
                 publisher.publish(next(versions), ModuleSource(old))
-                return asyncio.run(with_client(tiny_server, lambda c: c.generate(body)))
+                return generate(tiny_server, body)
 
             def update(attempt: int, publisher: WeightPublisher = publisher) -> None:
                 publisher.publish(next(versions), ModuleSource(new))
 
-            answer = generate_across_updates(tiny_server, generate, update)
+            answer = generate_across_updates(tiny_server, generate_with_old, update)
         first, second = answer["choices"][0]["weight_versions"]
         assert int(second["version"]) == int(first["version"]) + 1
         ids, logprobs = output_of(answer)

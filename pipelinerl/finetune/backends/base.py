@@ -129,6 +129,11 @@ class Backend:
         self.optimizer.zero_grad(set_to_none=True)
         return value
 
+    def update_source(self) -> WeightSource:
+        """What servers get: the adapter alone or the whole model, in the dtype of their weights."""
+        source_of = self.adapter_source if self.policy.sends_adapter else self.weight_source
+        return source_of(self.policy.served_dtype)
+
     def weight_source(self, dtype: torch.dtype, *, with_value_head: bool = False) -> WeightSource:
         """The whole model in checkpoint names, adapters merged, cast to `dtype`; gathered bucket by bucket if sharded.
         The value head belongs to an exported model only."""

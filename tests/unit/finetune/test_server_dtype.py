@@ -119,8 +119,8 @@ def test_a_trainer_in_fp32_beside_auto_servers_computes_with_what_they_hold(kit,
 )
 def test_a_server_in_another_dtype_is_said_once(kit, caplog, computed, served, told, warned):
     class Publisher(kit.publisher):
-        def probe(self, sequences, names=None):
-            return dataclasses.replace(super().probe(sequences), server_dtypes={"actor_llm_0": told})
+        def probe(self, sequences, name):
+            return dataclasses.replace(super().probe(sequences, name), server_dtype=told)
 
     backend = PlainBackend(kit.policy(compute_dtype=computed, served_dtype=served), kit.config(), Ranks())
     feed = WeightSync(backend, Ranks(), StaticPool(Publisher()))

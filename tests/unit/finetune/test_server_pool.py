@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterator
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -34,7 +35,7 @@ class FakeBackend:
         self.model = torch.nn.Linear(4, 3)
         self.passes = 0
 
-    def weight_source(self, dtype: torch.dtype) -> ModuleSource:
+    def update_source(self) -> ModuleSource:
         self.passes += 1
         return ModuleSource(self.model)
 
@@ -62,7 +63,7 @@ class Scene:
             self.woken.acquire(timeout=WAIT_S)
         self.backend = FakeBackend()
         dtypes = {"compute_dtype": torch.float32, "served_dtype": torch.float32, "tf32": False}
-        self.backend.policy = type("Policy", (), {**dtypes, "sends_adapter": False})()
+        self.backend.policy = SimpleNamespace(**dtypes)
         self.feed = WeightSync(self.backend, Ranks(), self.pool, [[1, 2, 3]], return_timeout_s=WAIT_S)
         self.feed.probe = FixedProbe(self.backend, Ranks())
 

@@ -71,12 +71,14 @@ def test_a_tied_head_that_the_checkpoint_does_not_list_may_be_sent() -> None:
 
 
 MODEL = {"model.layers.0.q_proj.weight": (6, 4), "model.layers.0.down_proj.weight": (4, 8), "model.norm.weight": (4,)}
-FITTING = {
-    "model.layers.0.q_proj.lora_A.weight": (2, 4),
-    "model.layers.0.q_proj.lora_B.weight": (6, 2),
-    "model.layers.0.down_proj.lora_A.weight": (2, 8),
-    "model.layers.0.down_proj.lora_B.weight": (4, 2),
-}
+Q = "model.layers.0.q_proj"
+
+
+def matrices(layer: str, a: tuple[int, int], b: tuple[int, int]) -> dict[str, tuple[int, int]]:
+    return {f"{layer}.lora_A.weight": a, f"{layer}.lora_B.weight": b}
+
+
+FITTING = matrices(Q, (2, 4), (6, 2)) | matrices("model.layers.0.down_proj", (2, 8), (4, 2))
 
 
 def test_an_adapter_of_some_layers_fits() -> None:
@@ -90,23 +92,11 @@ def test_an_adapter_of_some_layers_fits() -> None:
     ("change", "name"),
     [
         ({"model.norm.weight": (4,)}, "model.norm.weight"),
-        ({"model.layers.0.q_proj.lora_B.weight": None}, "model.layers.0.q_proj"),
-        (
-            {"model.layers.0.q_proj.lora_B.weight": (6, 1)},
-            "[6, 1]",
-        ),
-        (
-            {"model.layers.0.q_proj.lora_B.weight": (5, 2)},
-            "[5, 4]",
-        ),
-        (
-            {"model.layers.9.q_proj.lora_A.weight": (2, 4), "model.layers.9.q_proj.lora_B.weight": (6, 2)},
-            "model.layers.9.q_proj",
-        ),
-        (
-            {"model.layers.0.q_proj.lora_A.weight": (3, 4), "model.layers.0.q_proj.lora_B.weight": (6, 3)},
-            "model.layers.0.q_proj",
-        ),
+        ({"model.layers.0.q_proj.lora_B.weight": None}, Q),
+        ({"model.layers.0.q_proj.lora_B.weight": (6, 1)}, "[6, 1]"),
+        ({"model.layers.0.q_proj.lora_B.weight": (5, 2)}, "[5, 4]"),
+        (matrices("model.layers.9.q_proj", (2, 4), (6, 2)), "model.layers.9.q_proj"),
+        (matrices(Q, (3, 4), (6, 3)), Q),
     ],
 )
 def test_what_does_not_fit_is_named(change, name) -> None:
