@@ -4,6 +4,8 @@ Waits for the launcher's end and looks at `metrics.jsonl` meanwhile; every wait 
 the soak with exit code 1. A killed server may be started again in place: then training has to continue, in the same
 start. When `--limit-s` is over no more kills follow: the run is completed and judged, and exit code 3 says that there
 were fewer kills than asked for.
+
+With `--nodes` the run is over so many launchers on loopback addresses, and Ray's processes are among the victims.
 """
 
 from __future__ import annotations
@@ -11,7 +13,9 @@ from __future__ import annotations
 import argparse
 import contextlib
 import json
+import os
 import random
+import secrets
 import subprocess
 import sys
 import time
@@ -32,6 +36,10 @@ STEPS_AFTER_KILL = 5
 # Every third kill comes while the processes start, the others while they work.
 START_SHARE = 1 / 3
 EXTRA_STEPS = 10
+#: In the environment of every process of a soak: its folder.
+MARK = "PIPELINERL_SOAK"
+#: How long several nodes wait for one that was killed before it joined, and what their ends may take, in seconds.
+NODES_S, NODES_END_S = 60.0, 150.0
 # The end of one of these ends the run at once; after that of others training may also continue.
 MUST_END = ("launcher", "actor_0", "preprocessor_0", "finetune_0")
 
@@ -43,15 +51,18 @@ class SoakError(Exception):
 class Soak:
     """One output_dir and the runs in it."""
 
-    def __init__(self, output_dir: Path, overrides: list[str], seed: int, steps: int) -> None:
+    def __init__(self, output_dir: Path, overrides: list[str], seed: int, steps: int, num_nodes: int = 1) -> None:
         self.files = RunDir(output_dir.absolute())
         self.overrides = overrides
         self.rng = random.Random(seed)
         self.steps = steps
+        self.num_nodes = num_nodes
+        self.end_s = END_S if num_nodes == 1 else NODES_END_S
         self.killed: Counter[str] = Counter()
         self.longest_end_s = 0.0
         self.longest_return_s = 0.0
         self._launcher: subprocess.Popen[bytes] | None = None
+        self._others: list[subprocess.Popen[bytes]] = []  # of the nodes above 0
         self._started_at = 0.0
 
     def start(self) -> subprocess.Popen[bytes]:
@@ -60,11 +71,22 @@ class Soak:
             *(sys.executable, "-m", "pipelinerl.launch", "--config-name", "quickstart"),
             *(f"output_dir={self.files.root}", "finetune.save_checkpoint_steps=2", "finetune.keep_last_checkpoints=3"),
             *("finetune.keep_intermediate_checkpoints=false", f"finetune.max_train_steps={self.steps}"),
-            "supervise.max_server_restarts=1000",
+            *("supervise.max_server_restarts=1000", f"supervise.nodes_timeout_s={NODES_S}"),
             *self.overrides,
         ]
+        environ, token = {**os.environ, MARK: str(self.files.root)}, secrets.token_hex(16)
+        launchers = []
         with (self.files.root / "soak.log").open("ab") as log:
-            return subprocess.Popen(command, stdout=log, stderr=log, stdin=subprocess.DEVNULL)
+            for rank in range(self.num_nodes):
+                if self.num_nodes > 1:
+                    environ |= {"WORLD_SIZE": str(self.num_nodes), "RANK": str(rank), "MASTER_ADDR": "127.0.0.2"}
+                    # Ray takes 127.0.0.1 for a name of the machine's own address.
+                    environ |= {"PIPELINERL_NODE_ADDRESS": f"127.0.0.{rank + 2}", "RAY_AUTH_TOKEN": token}
+                launchers.append(
+                    subprocess.Popen(command, stdout=log, stderr=log, stdin=subprocess.DEVNULL, env=environ)
+                )
+        self._others = launchers[1:]
+        return launchers[0]
 
     def kill_one(self, number: int) -> None:
         """One kill, in the present start or a new one."""
@@ -108,10 +130,11 @@ class Soak:
         print(f"kill {number}: {name} {when}; {what}, {total:.0f} s in all", flush=True)
 
     def _wait_for_end(self, launcher: subprocess.Popen[bytes], name: str) -> int:
+        deadline = time.monotonic() + self.end_s
         try:
-            code = launcher.wait(END_S)
+            code, *_ = [each.wait(max(0.0, deadline - time.monotonic())) for each in (launcher, *self._others)]
         except subprocess.TimeoutExpired as error:
-            raise SoakError(f"the launcher did not end within {END_S:.0f} s after the kill of {name}") from error
+            raise SoakError(f"a launcher did not end within {self.end_s:.0f} s after the kill of {name}") from error
         self._launcher = None
         self._expect_gone()
         return code
@@ -154,13 +177,13 @@ class Soak:
 
     def stop(self) -> None:
         """End what is running, after a failure."""
-        if self._launcher is None:
-            return
-        self._launcher.terminate()
-        try:
-            self._launcher.wait(END_S)
-        except subprocess.TimeoutExpired:
-            self._launcher.kill()
+        for launcher in (self._launcher, *self._others):
+            if launcher is not None:
+                launcher.terminate()
+                try:
+                    launcher.wait(END_S)
+                except subprocess.TimeoutExpired:
+                    launcher.kill()
 
     def _wait(self, launcher: subprocess.Popen[bytes], seconds: float) -> float:
         with contextlib.suppress(subprocess.TimeoutExpired):
@@ -179,9 +202,10 @@ class Soak:
         return 0
 
     def _processes(self, launcher: subprocess.Popen[bytes]) -> list[psutil.Process]:
-        """The launcher and everything below it, in an order that does not depend on process ids."""
-        parent = psutil.Process(launcher.pid)
-        return [parent, *sorted(parent.children(recursive=True), key=lambda p: (_job_name(p), p.create_time()))]
+        """The launchers and everything below them, in an order that does not depend on process ids."""
+        parents = [psutil.Process(each.pid) for each in (launcher, *self._others) if each.poll() is None]
+        below = [process for parent in parents for process in parent.children(recursive=True)]
+        return [*parents, *sorted(below, key=lambda p: (_job_name(p), p.create_time()))]
 
     def _expect_complete(self, launcher: subprocess.Popen[bytes]) -> None:
         if launcher.returncode != 0:
@@ -202,13 +226,9 @@ class Soak:
 
     def _living(self) -> list[int]:
         found = []
-        for process in psutil.process_iter(["cmdline", "status"]):
-            words = process.info["cmdline"] or []
-            if (
-                "--run-dir" in words
-                and str(self.files.root) in words
-                and process.info["status"] != psutil.STATUS_ZOMBIE
-            ):
+        for process in psutil.process_iter(["environ", "status"]):
+            is_ours = (process.info["environ"] or {}).get(MARK) == str(self.files.root)
+            if is_ours and process.info["status"] != psutil.STATUS_ZOMBIE:
                 found.append(process.pid)
         return found
 
@@ -223,6 +243,8 @@ def _job_name(process: psutil.Process) -> str:
             return "launcher"
         if words and ("redis" in words[0] or "valkey" in words[0]):
             return "Redis server"
+        if ray := next((word for word in words if "/ray/" in word or word.startswith(("ray::", "ray.scripts"))), None):
+            return f"Ray's {ray.rpartition('/')[2]}"
         return f"helper of {process.environ().get('PIPELINERL_JOB', 'the launcher')}"
     except (psutil.NoSuchProcess, psutil.AccessDenied, psutil.ZombieProcess):
         return "a process that ended"
@@ -238,11 +260,12 @@ def main() -> int:
     parser.add_argument("--min-success", type=float, default=0.8, help="held-out success that the end has to reach")
     parser.add_argument("--output-dir", type=Path, required=True)
     parser.add_argument("overrides", nargs="*", help="overrides of conf/quickstart.yaml")
+    parser.add_argument("--nodes", type=int, default=1, help="launchers, on loopback addresses as on several nodes")
     args = parser.parse_args()
     if args.output_dir.exists():
         print(f"{args.output_dir} exists: choose another folder, or remove it", file=sys.stderr)
         return 2
-    soak, started = Soak(args.output_dir, args.overrides, args.seed, args.steps), time.monotonic()
+    soak, started = Soak(args.output_dir, args.overrides, args.seed, args.steps, args.nodes), time.monotonic()
     try:
         number = 0
         while soak.killed.total() < args.kills and time.monotonic() - started < args.limit_s:

@@ -6,7 +6,6 @@ launcher starts, leave them the outcome in a folder, where they leave the signal
 
 from __future__ import annotations
 
-import math
 import os
 import socket
 import sys
@@ -39,12 +38,11 @@ from pipelinerl.world import ClusterMember, ClusterNode, can_bind
 
 #: The address of this node, where it has several.
 NODE_ADDRESS_KEY = "PIPELINERL_NODE_ADDRESS"
-_RETRY_S, _CONNECT_S, _END_S, _HEAD_S = 0.5, 5.0, 1.0, 120.0
+_RETRY_S, _CONNECT_S, _END_S, _HEAD_S = 0.5, 2.0, 1.0, 120.0
 #: Nothing of a run is in Ray's store of objects.
 _STORE_BYTES = 80_000_000
 # Ray's own sockets need a short path.
 _SHORT_FOLDERS = ("/tmp", "/var/tmp", "/dev/shm")
-_UNACKNOWLEDGED_MS = 3000
 
 
 class RayHere(NamedTuple):
@@ -113,10 +111,6 @@ def ray_here(
             **os.environ,
             NODE_FOLDER_KEY: str(folder),
             "RAY_START_HOOK": f"{__name__}.{without_client_server.__name__}",
-            # A connection is dead when nothing was acknowledged for the one time, and Ray ends without the head after
-            # the other one.
-            "RAY_grpc_client_keepalive_timeout_ms": str(_UNACKNOWLEDGED_MS),
-            "RAY_gcs_rpc_server_reconnect_timeout_s": str(math.ceil(supervise.heartbeat_timeout_s)),
             "RAY_memory_monitor_refresh_ms": "0",  # else Ray kills the agent, and the node, once memory is short
         }
         argv = _start_command(member, machine, own, f"{head}:{port}", port, folder)
@@ -132,9 +126,10 @@ def ray_here(
 def serve_node(config: RunConfig, member: ClusterMember, machine: ClusterNode) -> int:
     """On a node above 0: be part of the cluster until the run is over. Returns its exit code."""
     events: SimpleQueue[Any] = SimpleQueue()
-    name, signum = f"node {member.rank}", None
+    name, signum, timeout_s = f"node {member.rank}", None, config.supervise.heartbeat_timeout_s
     with signals_as_events(events), ray_here(config, member, machine, events) as here:
         sys.stderr.write(f"{name}: joins node 0 at {here.head} as {here.address}\n")
+        lost_at = time.monotonic() + timeout_s
         while True:
             event: Event | None = None
             with suppress(Empty):
@@ -147,9 +142,12 @@ def serve_node(config: RunConfig, member: ClusterMember, machine: ClusterNode) -
             if (outcome := read_outcome(here.folder)) is not None:
                 sys.stderr.write(f"{name}: {': '.join(filter(None, (outcome.status, outcome.reason)))}\n")
                 return outcome.exit_code
-            if isinstance(event, ChildExited):
-                words = _last_words(here.child)
-                sys.stderr.write(f"{name}: node 0 is gone, or Ray failed here: {words}\n")
+            with suppress(OSError):  # Ray itself would wait for minutes
+                _reach(here.head.rpartition(":")[0], config.world.node_port)
+                lost_at = time.monotonic() + timeout_s
+            if isinstance(event, ChildExited) or time.monotonic() > lost_at:
+                gone = f"node 0 at {here.head} is gone, or Ray failed here: {_last_words(here.child)}"
+                sys.stderr.write(f"{name}: {gone}\n")
                 return EXIT_RUN_FAILED if signum is None else 128 + signum
 
 
@@ -180,8 +178,7 @@ def _await_port(host: str, port: int, timeout_s: float, events: SimpleQueue[Any]
     deadline = time.monotonic() + timeout_s
     while True:
         try:
-            with socket.create_connection((host, port), timeout=_CONNECT_S) as probe:
-                return str(probe.getsockname()[0])
+            return _reach(host, port)
         except OSError as error:
             if time.monotonic() > deadline:
                 raise UserError(
@@ -194,6 +191,12 @@ def _await_port(host: str, port: int, timeout_s: float, events: SimpleQueue[Any]
                 raise KeyboardInterrupt(event.signum)
             if isinstance(event, ChildExited) and ray is not None:
                 raise UserError(f"Ray does not start here: {_last_words(ray)}")
+
+
+def _reach(host: str, port: int) -> str:
+    """The own address, from which this one is reached. Raises OSError if it is not."""
+    with socket.create_connection((host, port), timeout=_CONNECT_S) as probe:
+        return str(probe.getsockname()[0])
 
 
 def _last_words(ray: Child) -> str:
