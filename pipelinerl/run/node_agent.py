@@ -28,7 +28,6 @@ from pipelinerl.run.node import LocalNode, Sighting, local_node
 from pipelinerl.run.preflight import Start, check_node
 from pipelinerl.run.processes import Child, Event, Outcome, signal_process
 from pipelinerl.run.start import Command
-from pipelinerl.rundir.durable import replace_file
 from pipelinerl.rundir.layout import RunDir, RunIdentity, read_identity
 from pipelinerl.version import __version__
 from pipelinerl.world import (
@@ -44,7 +43,7 @@ logger = logging.getLogger(__name__)
 #: The folder for messages between the agent and the launcher of this node, if that brought Ray up: the outcome of the
 #: run, and the signal that the launcher got (0: none), once an agent reads it.
 NODE_FOLDER_KEY = "PIPELINERL_NODE_FOLDER"
-_OUTCOME, _SIGNAL = "outcome.json", "signal"
+_OUTCOME, _SIGNAL, _OUTCOME_BYTES = "outcome.json", "signal", 8192
 # Those of a Ray worker are not for jobs: they would connect to it, or take its number of threads.
 _RAYS_OWN = ("RAY_", "OMP_NUM_THREADS")
 
@@ -128,8 +127,9 @@ class NodeAgent:
             self._node = self._stack.enter_context(local_node(config, jobs, run_dir, environ, token, self._events))
         except UserError as error:
             return str(error)
-        if folder_here := os.environ.get(NODE_FOLDER_KEY):
-            replace_file(Path(folder_here) / _SIGNAL, b"0")
+        if folder_here := os.environ.get(NODE_FOLDER_KEY):  # that room is there later, too
+            _write(Path(folder_here) / _OUTCOME, b"\n" * _OUTCOME_BYTES)
+            _write(Path(folder_here) / _SIGNAL, b"00")
         self._heard_at = time.monotonic()
         threading.Thread(target=self._await_silence, name="silence", daemon=True).start()
         return None
@@ -171,7 +171,8 @@ class NodeAgent:
         """No more jobs. `outcome` is the run's, if it is over: the launcher of this node, which reads it, ends then."""
         self._stack.close()
         if outcome is not None and (folder := os.environ.get(NODE_FOLDER_KEY)):
-            replace_file(Path(folder) / _OUTCOME, msgspec.json.encode(outcome))
+            brief = replace(outcome, reason=outcome.reason and outcome.reason[: _OUTCOME_BYTES // 8])
+            _write(Path(folder) / _OUTCOME, msgspec.json.encode(brief))
 
     def _await_silence(self) -> None:
         while (left_s := self._heard_at + self._silence_s - time.monotonic()) > 0:
@@ -198,7 +199,7 @@ def pass_signal(folder: Path, signum: int) -> bool:
     """Have the agent of this node tell node 0 of a signal. False if there is none that reads it."""
     is_read = (folder / _SIGNAL).exists()
     if is_read:
-        replace_file(folder / _SIGNAL, str(signum).encode())
+        _write(folder / _SIGNAL, b"%02d" % signum)
     return is_read
 
 
@@ -206,5 +207,11 @@ def read_outcome(folder: Path) -> Outcome | None:
     """How the run ended, once it has."""
     try:
         return msgspec.json.decode((folder / _OUTCOME).read_bytes(), type=Outcome)
-    except FileNotFoundError:
+    except (FileNotFoundError, msgspec.DecodeError):  # not yet
         return None
+
+
+def _write(file: Path, data: bytes) -> None:
+    """Over what is there: the disk may be full by now."""
+    with os.fdopen(os.open(file, os.O_WRONLY | os.O_CREAT, 0o600), "wb") as out:
+        out.write(data)

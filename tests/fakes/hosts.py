@@ -1,4 +1,4 @@
-"""Two "hosts" on one machine: network namespaces, joined by a cable, with addresses of their own."""
+"""Several "hosts" on one machine: network namespaces with addresses of their own, each with a cable to a switch."""
 
 from __future__ import annotations
 
@@ -9,21 +9,21 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
-ADDRESSES = ("10.77.0.1", "10.77.0.2")
+ADDRESSES = ("10.77.0.1", "10.77.0.2", "10.77.0.3")
 
 
 @dataclass(frozen=True)
 class Hosts:
-    """Names of the two namespaces. Their interfaces are called `cable`."""
+    """Names of the namespaces. Their interfaces are called `cable`."""
 
-    names: tuple[str, str]
+    names: tuple[str, ...]
 
     def on(self, rank: int) -> list[str]:
         """Words before a command that is to run on a host."""
         return ["ip", "netns", "exec", self.names[rank]]
 
     def cut(self) -> None:
-        """No packet gets from one to the other."""
+        """No packet gets from host 1 to another."""
         _ip("-n", self.names[1], "link", "set", "cable", "down")
 
     def join(self) -> None:
@@ -40,19 +40,21 @@ def why_not() -> str | None:
 
 
 @contextmanager
-def two_hosts() -> Iterator[Hosts]:
-    hosts = Hosts((f"pipelinerl-{os.getpid()}-0", f"pipelinerl-{os.getpid()}-1"))
+def some_hosts(count: int) -> Iterator[Hosts]:
+    switch, *names = (f"pipelinerl-{os.getpid()}-{number}" for number in range(-1, count))
     try:
-        for name in hosts.names:
+        for name in (switch, *names):
             _ip("netns", "add", name)
-        _ip("-n", hosts.names[0], "link", "add", "cable", "type", "veth", "peer", "cable", "netns", hosts.names[1])
-        for name, address in zip(hosts.names, ADDRESSES, strict=True):
+        _ip("-n", switch, "link", "add", "switch", "up", "type", "bridge")
+        for name, address in zip(names, ADDRESSES, strict=False):
+            _ip("-n", name, "link", "add", "cable", "type", "veth", "peer", name[-15:], "netns", switch)
+            _ip("-n", switch, "link", "set", name[-15:], "master", "switch", "up")
             _ip("-n", name, "address", "add", f"{address}/24", "dev", "cable")
             for interface in ("lo", "cable"):
                 _ip("-n", name, "link", "set", interface, "up")
-        yield hosts
+        yield Hosts(tuple(names))
     finally:
-        for name in hosts.names:
+        for name in (switch, *names):
             subprocess.run(["ip", "netns", "delete", name], capture_output=True, check=False)
 
 

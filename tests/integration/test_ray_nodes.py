@@ -20,7 +20,7 @@ from typing import Any
 
 import psutil
 import pytest
-from fakes.hosts import ADDRESSES, Hosts, two_hosts, why_not
+from fakes.hosts import ADDRESSES, Hosts, some_hosts, why_not
 from fakes.ports import free_port
 
 from pipelinerl.tiny.build import build_tiny_model
@@ -51,6 +51,18 @@ root = Path(sys.argv[1])
 while not (root / "end").exists():
     time.sleep(0.1)
 """
+# Fills the temporary folder of its node, and goes on.
+FILLS = (
+    """
+with open("/tmp/filling", "wb", buffering=0) as file:
+    try:
+        while True:
+            file.write(bytes(2**16))
+    except OSError as error:
+        print(error)
+"""
+    + SLEEP
+)
 # Needs a while to save after SIGTERM.
 SAVES = """
 import os, signal, sys, time
@@ -76,14 +88,20 @@ class TwoNodes:
         self.port = str(free_port())
         self.launchers: list[subprocess.Popen[bytes]] = []
         self._words: list[str] = []
+        self.before: dict[int, list[str]] = {}  # words before the launcher of a node
 
     def start(self, jobs: dict[str, str], tokens: tuple[str, str] = ("t" * 32, "t" * 32), **keys: Any) -> None:
-        self._words = [str(DRIVER), str(self.root), json.dumps(jobs), json.dumps(keys)]
+        self.describe(jobs, **keys)
         for rank in (0, 1):
             self.start_node(rank, tokens[rank])
 
+    def describe(self, jobs: dict[str, str], **keys: Any) -> None:
+        self._words = [str(DRIVER), str(self.root), json.dumps(jobs), json.dumps(keys)]
+
     def start_node(self, rank: int, token: str = "t" * 32) -> None:
-        addresses, before = (HOSTS, []) if self.hosts is None else (ADDRESSES, self.hosts.on(rank))
+        addresses, before = (
+            (HOSTS, self.before.get(rank, [])) if self.hosts is None else (ADDRESSES, self.hosts.on(rank))
+        )
         place = {"WORLD_SIZE": "2", "RANK": str(rank), "MASTER_ADDR": addresses[0]}
         environ = {
             **os.environ,
@@ -109,6 +127,12 @@ class TwoNodes:
             assert time.monotonic() < end and self.launchers[0].poll() is None, self.said(0) + self.said(1)
             time.sleep(0.1)
         return [int(line) for line in path.read_text().splitlines() if line.isdecimal()]
+
+    def wait_until_said(self, rank: int, text: str) -> None:
+        end = time.monotonic() + START_S
+        while text not in self.said(rank):
+            assert time.monotonic() < end and all(each.poll() is None for each in self.launchers), self.said(rank)
+            time.sleep(0.2)
 
     def below(self, rank: int, *words: str) -> psutil.Process:
         """The process of a node with these words in its command line."""
@@ -163,7 +187,7 @@ def apart(tmp_path: Path, model: Path) -> Iterator[TwoNodes]:
     """Nodes whose network can be cut."""
     if reason := why_not():
         pytest.skip(reason)
-    with two_hosts() as hosts:
+    with some_hosts(2) as hosts:
         nodes = TwoNodes(tmp_path / "run", model, hosts)
         yield nodes
         for process in [*nodes.launchers, *nodes.left()]:
@@ -260,6 +284,44 @@ def test_a_run_is_resumed_when_a_node_comes_back(nodes: TwoNodes) -> None:
     assert (codes[0], codes[2]) == (0, 0)
 
 
+@pytest.mark.parametrize(("first", "said"), [(0, "1 node(s) of 2"), (1, "waits for node 0")])
+def test_a_node_that_joins_late_is_waited_for(nodes: TwoNodes, first: int, said: str) -> None:
+    nodes.describe({"1:verifier_0": SLEEP, "0:actor_0": ENDS})
+    nodes.start_node(first)
+    nodes.wait_until_said(first, said)
+    time.sleep(10)
+    nodes.start_node(1 - first)
+    nodes.wait_until_said(1, "joins node 0")
+    nodes.root.mkdir(exist_ok=True)
+    (nodes.root / "end").touch()
+    assert nodes.end(START_S) == ([0, 0], "None")
+
+
+def test_a_full_disk_of_the_far_node_ends_nothing(nodes: TwoNodes) -> None:
+    """Its temporary folder, where Ray has its files and the agent leaves what the run came to."""
+    shared, other = nodes.root.parents[1], "/mnt"
+    mounts = [f"mount --bind {shared} {other}", "mount -t tmpfs -o size=64m none /tmp", f"mkdir -p {shared}"]
+    words = [
+        "unshare",
+        "--mount",
+        "sh",
+        "-ec",
+        "\n".join([*mounts, f"mount --bind {other} {shared}", 'exec "$@"']),
+        "-",
+    ]
+    tried = subprocess.run([*words, "true"], capture_output=True, check=False)
+    if tried.returncode != 0:
+        pytest.skip(f"nothing can be mounted here: {tried.stderr.decode().strip()}")
+    nodes.before = {1: words}
+    nodes.start({"1:verifier_0": FILLS, "0:actor_0": ENDS})
+    nodes.wait_for("starts_verifier_0")
+    assert "No space left" in (nodes.root / "verifier_0" / "stdout.log").read_text()
+    time.sleep(15)
+    assert [each.poll() for each in nodes.launchers] == [None, None], nodes.said(0) + nodes.said(1)
+    (nodes.root / "end").touch()
+    assert nodes.end() == ([0, 0], "None")
+
+
 def test_a_node_that_is_silent_for_a_moment_is_kept(nodes: TwoNodes) -> None:
     nodes.start({"1:verifier_0": SLEEP, "0:actor_0": ENDS})
     nodes.wait_for("starts_verifier_0")
@@ -344,10 +406,7 @@ def test_d4_the_port_of_another_run_is_refused(nodes: TwoNodes) -> None:
 def test_a_head_that_ends_while_nodes_are_awaited_is_named(nodes: TwoNodes) -> None:
     """Node 1 cannot join; Ray itself would wait for the head."""
     nodes.start({"0:actor_0": ENDS}, tokens=("t" * 32, "u" * 32))
-    end = time.monotonic() + START_S
-    while "1 node(s) of 2" not in nodes.said(0):
-        assert time.monotonic() < end and nodes.launchers[0].poll() is None, nodes.said(0)
-        time.sleep(0.2)
+    nodes.wait_until_said(0, "1 node(s) of 2")
     nodes.below(0, "gcs_server").kill()
     assert nodes.launchers[0].wait(2 * NAMED_S) == 1 and "Ray" in nodes.said(0)
     nodes.launchers[1].wait(2 * NAMED_S)

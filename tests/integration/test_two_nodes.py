@@ -1,5 +1,5 @@
-"""A run over two nodes on Ray: two launchers, on two loopback addresses of one machine or in two network namespaces,
-with real servers and ranks on CPUs."""
+"""A run over several nodes on Ray: launchers on loopback addresses of one machine or in network namespaces, with real
+servers and ranks on CPUs."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 import pytest
-from fakes.hosts import ADDRESSES, Hosts, two_hosts, why_not
+from fakes.hosts import ADDRESSES, Hosts, some_hosts, why_not
 from fakes.ports import free_port
 from fakes.whole_run import WholeRun, make_whole_run
 
@@ -28,18 +28,18 @@ HOSTS = ("127.0.0.2", "127.0.0.3")
 
 
 @contextmanager
-def two_nodes(
+def some_nodes(
     run: WholeRun, *overrides: str, hosts: Hosts | None = None, **on_node_0: str
 ) -> Iterator[list[subprocess.Popen[str]]]:
-    """Both launchers, node 0 first; what is left of them is ended. `hosts`: where they are, if not on loopback."""
-    node_port, addresses = free_port(), HOSTS if hosts is None else ADDRESSES
+    """All launchers, node 0 first; what is left of them is ended. `hosts`: where they are, if not on loopback."""
+    node_port, addresses = free_port(), HOSTS if hosts is None else ADDRESSES[: len(hosts.names)]
     nodes = [
         run.start(
             f"world.node_port={node_port}",
             *overrides,
             before=() if hosts is None else hosts.on(rank),
             extra_env={
-                "WORLD_SIZE": "2",
+                "WORLD_SIZE": str(len(addresses)),
                 "RANK": str(rank),
                 "MASTER_ADDR": addresses[0],
                 "PIPELINERL_NODE_ADDRESS": host,
@@ -62,31 +62,37 @@ def texts_of(nodes: list[subprocess.Popen[str]]) -> list[str]:
     return [node.communicate(timeout=RUN_S)[0] for node in nodes]
 
 
+needs_hosts = pytest.mark.skipif(why_not() is not None, reason=f"{why_not()}")
+
+
 @pytest.mark.parametrize(
-    ("streams", "has_hosts"),
+    ("streams", "num_hosts"),
     [
-        ("files", False),
-        ("redis", False),
-        pytest.param("files", True, marks=pytest.mark.skipif(why_not() is not None, reason=f"{why_not()}")),
+        ("files", 0),
+        ("redis", 0),
+        pytest.param("files", 2, marks=needs_hosts),
+        pytest.param("files", 3, marks=needs_hosts),
     ],
 )
-def test_two_nodes_train_as_one_run(tmp_path: Path, streams: str, has_hosts: bool) -> None:
-    """The server is on node 1, the trainer on node 0."""
-    run = make_whole_run(tmp_path)
+def test_nodes_train_as_one_run(tmp_path: Path, streams: str, num_hosts: int) -> None:
+    """The trainer is on node 0, and a server on each of the others. Without hosts there are two loopback addresses."""
+    run, addresses = make_whole_run(tmp_path), ADDRESSES[:num_hosts] or HOSTS
     with ExitStack() as stack:
-        environ, hosts = {}, stack.enter_context(two_hosts()) if has_hosts else None
+        environ, hosts = {}, stack.enter_context(some_hosts(num_hosts)) if num_hosts else None
         if streams == "redis":
             server = stack.enter_context(RedisServer(tmp_path / "redis", RedisStreams()))
             environ = {"PIPELINERL_REDIS_URL": server.url}
-        nodes = stack.enter_context(two_nodes(run, f"streams={streams}", hosts=hosts, **environ))
+        keys = f"streams={streams}", f"world.num_actor_llms={len(addresses) - 1}"
+        nodes = stack.enter_context(some_nodes(run, *keys, hosts=hosts, **environ))
         texts = texts_of(nodes)
         audit = [sys.executable, "-m", "pipelinerl", "audit", str(run.output_dir)]
         audited = subprocess.run(audit, env={**os.environ, **environ}, timeout=120, check=False).returncode
-    assert [node.returncode for node in nodes] == [0, 0], f"{texts}\n{run.logs()}"
+    assert [node.returncode for node in nodes] == [0] * len(nodes), f"{texts}\n{run.logs()}"
     assert "node 1: completed" in texts[1] and audited == 0
     assert run.summary["status"] == "completed"
     assert run.summary["logprob_abs_diff_mean"] < 1e-3
     assert run.summary["success_after"] > run.summary["success_before"]
-    places = {job["name"]: job["host"] for job in json.loads(RunDir(run.output_dir).world_file.read_text())["jobs"]}
-    assert (places["finetune_0"], places["actor_llm_0"]) == (ADDRESSES if has_hosts else HOSTS)
+    jobs = json.loads(RunDir(run.output_dir).world_file.read_text())["jobs"]
+    assert [job["host"] for job in jobs if job["kind"] == "finetune"] == [addresses[0]]
+    assert {job["host"] for job in jobs if job["kind"] == "actor_llm"} == set(addresses[1:])
     assert run.living_processes() == []
