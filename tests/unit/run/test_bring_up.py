@@ -21,9 +21,17 @@ from ray.exceptions import RayError
 from pipelinerl.config import RunConfig
 from pipelinerl.errors import ConfigError, UserError, WorkerError
 from pipelinerl.run import bring_up, ray_nodes
-from pipelinerl.run.node_agent import NODE_FOLDER_KEY, NodeAgent, read_outcome
+from pipelinerl.run.node_agent import NODE_FOLDER_KEY, Facts, NodeAgent, read_outcome
 from pipelinerl.run.processes import ChildExited, Interrupted, Outcome
-from pipelinerl.world import ClusterMember, ClusterNode
+from pipelinerl.version import __version__
+from pipelinerl.world import (
+    Cluster,
+    ClusterMember,
+    ClusterNode,
+    FreePorts,
+    build_world_map,
+    described_cluster,
+)
 
 MACHINE = ClusterNode("127.0.0.1", (), 1)
 
@@ -41,10 +49,25 @@ class FakeRay:
         self.trouble = ""
         self.groups: list[int] = []  # nodes of each
         self.removed = 0
+        self.gpus = dict.fromkeys("abc", 0)
+        self.ranks = dict[str, str]()  # of nodes that the run brought up
 
     def nodes(self) -> list[dict[str, Any]]:
-        more = {"Resources": {"CPU": 4.0}, "Labels": {}}
-        return [{"NodeID": n, "NodeManagerAddress": n, "Alive": n in self.living, **more} for n in "abc"]
+        return [
+            {
+                "NodeID": name,
+                "NodeManagerAddress": name,
+                "Alive": name in self.living,
+                "Resources": {"CPU": 4.0, "GPU": float(self.gpus[name])},
+                "Labels": {ray_nodes.RANK_LABEL: self.ranks[name]} if name in self.ranks else {},
+            }
+            for name in "cba"
+        ]
+
+    def agent(self, group: Any, rank: int, info: dict[str, Any], config: RunConfig) -> Any:
+        gpus = tuple(map(str, range(int(info["Resources"]["GPU"]))))
+        facts = Facts(__version__, ClusterNode(info["NodeID"], gpus, 4), [])
+        return SimpleNamespace(describe=SimpleNamespace(remote=lambda ports: facts))
 
     def placement_group(self, bundles: list[Any], strategy: str) -> Any:
         self.groups.append(len(bundles))
@@ -73,7 +96,8 @@ def cluster(monkeypatch: pytest.MonkeyPatch) -> FakeRay:
     for name in ("placement_group", "remove_placement_group"):
         monkeypatch.setattr(ray_nodes, name, getattr(fake, name))
     monkeypatch.setattr(ray_nodes, "ray", ray)
-    monkeypatch.setattr(ray_nodes, "_agent", lambda *arguments: MagicMock())
+    monkeypatch.setattr(ray_nodes, "_agent", fake.agent)
+    monkeypatch.setattr(ray_nodes, "RayNode", MagicMock())
     return fake
 
 
@@ -96,6 +120,30 @@ def test_nodes_are_chosen_again_if_one_goes_meanwhile(cluster: FakeRay, trouble:
     """Ray may take a minute to say that a node is gone."""
     cluster.trouble = trouble
     assert joined(cluster) == "ac" and cluster.groups == [3, 2] and cluster.removed == 1
+
+
+@pytest.mark.parametrize("is_brought_up", [True, False])
+@pytest.mark.parametrize("is_described", [True, False])
+def test_a_dry_run_plans_for_described_nodes_as_for_those_that_come(
+    cluster: FakeRay, is_brought_up: bool, is_described: bool
+) -> None:
+    """`world.nodes=[{gpus: 8}, {gpus: 4}]`, without a cluster and on one."""
+    cluster.living, cluster.gpus = {"a", "b"}, {"a": 8, "b": 4, "c": 0}
+    described = {"output_dir": "x", "world": {"nodes": [{"gpus": 8, "cores": 4}, {"gpus": 4, "cores": 4}]}}
+    dry = RunConfig.model_validate(described)
+    config = RunConfig.model_validate(described if is_described else {"output_dir": "x"})
+    member = ClusterMember(2) if is_brought_up else ClusterMember()
+    cluster.ranks = {"a": "0", "b": "1"} if is_brought_up else {}
+    with ray_nodes.joined_nodes(config, member, member.world_size, SimpleQueue(), SimpleQueue()) as place:
+        assert plan_of(config, place.cluster) == plan_of(dry, described_cluster(dry.world, MACHINE, ClusterMember()))
+
+
+def plan_of(config: RunConfig, cluster: Cluster) -> list[tuple[str, int, list[str], int]]:
+    """Node, GPUs and cores of each job."""
+    with FreePorts(config, cluster.rank, reserve=False) as ports:
+        jobs = build_world_map(config, cluster, ports, None).jobs
+    assert {job.node_rank for job in jobs if job.gpus} == {0, 1}
+    return [(job.name, job.node_rank, job.gpus, job.cores) for job in jobs]
 
 
 def test_agents_that_never_start_are_not_waited_for(cluster: FakeRay) -> None:
