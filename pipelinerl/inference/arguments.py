@@ -41,6 +41,7 @@ RESERVED = {
     "scheduler-cls": "the scheduler keeps prefix-cache entries of different weights apart",
     "middleware": "the token check is loaded there",
     "api-key": "the control token guards every route already",
+    **dict.fromkeys(("nnodes", "node-rank", "headless"), "a server cannot span two nodes"),
 }
 
 #: `1` in a server's environment: it holds the frozen base model, and updates bring an adapter.
