@@ -1,4 +1,4 @@
-"""Public names for rollouts: what `generate_rollout` returns. Plain data, filled by user code."""
+"""What `generate_rollout` returns: plain data that user code fills in."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ __all__ = ["BaseMetrics", "RolloutResult", "TrainingText"]
 
 @dataclass(slots=True)
 class TrainingText:
-    """One trainable token sequence; usually made by `make_training_text`, then given a `reward`.
+    """One trainable token sequence, usually made by `make_training_text` and then given a `reward`.
 
     `labels` repeats `input_ids` where a token is trained and is -100 elsewhere; `logprobs` has one value per trained
     token; `version_spans` cover the trained tokens. `n_predicted` counts the characters at the end of `text` that the
-    model wrote. `reward` is what is trained on; a text without one fails its rollout.
+    model wrote. `reward` is what is trained on; a rollout with a text without one fails.
 
     A hand-made text may omit `version_spans` (see `RolloutResult.model_version`) and `temperature` (the handle's is
     used).

@@ -1,7 +1,8 @@
-"""The samples in flight: charged when a group starts, freed when they are trained, filtered, stale or failed.
+"""The sample budget: samples are charged when a group starts and freed when they are trained, filtered, stale or
+failed.
 
-A `LagPolicy` says how far generation may run ahead of training; `lag_policy_of` chooses it by `schedule` and `max_lag`.
-A new policy is a class here and a branch there.
+A `LagPolicy` decides how far generation may run ahead of training. A new policy is a class here and a branch in
+`lag_policy_of`.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from pipelinerl.records import StepDone, StepEnding, TrainerMessage, TrainerStar
 
 @dataclass(slots=True)
 class _Account:
-    """One unsettled group: rollouts that still run, samples of those that ended, and its sample ids once published."""
+    """One unsettled group: running rollouts, samples of finished ones, and sample ids once it is published."""
 
     running: int
     ended_samples: int = 0
@@ -33,11 +34,11 @@ class LagPolicy:
         return True
 
     def observe(self, message: TrainerMessage, budget: SampleBudget, is_own: bool = True) -> None:
-        """Note what the trainer of this incarnation (`is_own`) or an earlier one says. Samples of a finished step no
-        longer count in `budget`."""
+        """Handle a message of this incarnation's trainer (`is_own`) or an earlier one. Samples of a finished step are
+        already settled in `budget`."""
 
     def retry_s(self) -> float | None:
-        """Seconds after which `allows_group` may change without any event; None: it cannot."""
+        """Seconds until `allows_group` may change without an event; None: it cannot."""
         return None
 
     def report(self) -> dict[str, float]:
@@ -48,9 +49,9 @@ class LagPolicy:
 class MaxLag(LagPolicy):
     """Unsettled samples stay within `samples_per_step + max_lag`.
 
-    A step can always be filled: a group that does not fit still starts if no other group runs and the samples in
-    flight are too few for a step. It is then the last group of its step, so with `max_lag=0` nothing is left over for
-    the next step and training is on-policy.
+    A step can always be filled: a group that does not fit still starts if no other is running and the samples in flight
+    are too few for a step. It is then the last group of its step, so with `max_lag=0` nothing is left over and training
+    is on-policy.
 
     Args:
         samples_per_step: samples that close an optimizer step.
@@ -69,22 +70,21 @@ class MaxLag(LagPolicy):
 
 
 class AdaptiveLag(MaxLag):
-    """`max_lag` as a bound: generation runs ahead only as far as the trainer needs.
+    """`max_lag` as an upper bound: generation runs ahead only as far as the trainer needs.
 
-    The budget begins at two batches, the one in training and the next. Then every step's samples come from the version
-    before, a lag of 1. A step that had to wait because its batch was incomplete raises the budget by the share of the
-    step that it waited, up to the bound. Other steps lower it by a tenth of the samples that lay ready beyond the next
-    batch.
+    The budget starts at two batches, the one in training and the next, which gives a lag of 1. A step that waited for
+    its batch raises the budget by the share of the step that it waited, up to the bound. Other steps lower it by a
+    tenth of the samples that were ready beyond the next batch.
 
-    Servers that are faster than the trainer would stand still when the weights change, and no sequence would get new
-    weights on its way. So during the last micro-batch of a step they get groups beyond the budget until `in_flight` of
-    a batch is running, and again as many as these end, but never more than the bound. If these ended before the step
-    did, the next ones start a fifth closer to its end; if the step ended before they started, a quarter earlier.
+    Servers that are faster than the trainer would be idle when the weights change, and no sequence would get new
+    weights midway. So during the last micro-batch of a step, groups start beyond the budget until `in_flight` of a
+    batch is running, and again as these end, but never beyond the bound. If they end before the step does, the next
+    ones start a fifth closer to its end; if the step ends before they start, a quarter earlier.
 
     Args:
         samples_per_step: samples that close an optimizer step.
         max_lag: samples that may be in flight beyond those.
-        in_flight: share of a batch that runs while the weights change; 0 if updates wait for running rollouts.
+        in_flight: share of a batch to keep running while the weights change; 0 if updates wait for rollouts.
         clock: monotonic, in seconds.
     """
 
@@ -109,8 +109,8 @@ class AdaptiveLag(MaxLag):
         self._extra = 0.0
         self._ready_surplus = 0.0
         self._step_began: float | None = None
-        # When the last micro-batch of the step in training began, by the trainer's clock and by ours; how long it took
-        # in earlier steps; and how long before its end more groups may start.
+        # When the last micro-batch of the current step began (trainer's clock, our clock), how long it took in earlier
+        # steps, and how long before its end more groups may start.
         self._ending: tuple[float, float] | None = None
         self._ending_s = 0.0
         self._early_s = math.inf
@@ -157,7 +157,7 @@ class AdaptiveLag(MaxLag):
         ):
             self._early_s *= 0.8
         self._ending_s += self._SMOOTHING * (seconds - self._ending_s) if self._ending_s else seconds
-        # One short step must not end it for many.
+        # One short step must not disable this for many steps.
         self._early_s = min(max(self._early_s, self._LEAST_EARLY * self._ending_s), self._ending_s)
         self._ending = None
 
@@ -172,12 +172,12 @@ class AdaptiveLag(MaxLag):
         if not was_complete:
             self._extra += min(message.wait_data_s / (now - began), 1.0) * batch
         else:
-            # A wait for a batch that lay ready is the delay of the streams.
+            # Waiting for a batch that is ready is stream latency.
             self._extra -= self._LOWERED_BY * max(self._ready_surplus, 0.0)
         self._extra = min(max(self._extra, 0.0), max(self._max_lag - batch, 0))
 
     def retry_s(self) -> float | None:
-        """Seconds until groups may start for the next weights; None: the last micro-batch of the step has not begun."""
+        """Seconds until groups may start for the next weights; None before the last micro-batch of the step."""
         if self._ending is None:
             return None
         return max(self._ending[1] + self._ending_s - self._early_s - self._clock(), 0.0)
@@ -193,9 +193,9 @@ class AdaptiveLag(MaxLag):
 class OneRound(LagPolicy):
     """`schedule=conventional`: no group starts before the previous round is trained.
 
-    Groups start until the round has its samples, and at least one group for each of its steps. A group that is
-    filtered or fails is replaced in the same round. The last group of a round runs alone if it may overfill the round,
-    so nothing is left over for the next one. The preprocessor closes a round by the same count (`preprocess.batcher`).
+    Groups start until the round has its samples and at least one group per step. Filtered and failed groups are
+    replaced in the same round. The last group runs alone if it may overfill the round, so nothing is left over. The
+    preprocessor closes a round by the same count (`preprocess/batcher.py`).
     """
 
     def __init__(self, rounds: Rounds) -> None:
@@ -236,8 +236,7 @@ def lag_policy_of(config: RunConfig) -> LagPolicy:
 class SampleBudget:
     """Counts unsettled samples by group; `policy` decides whether another group may start.
 
-    The number of samples of a running rollout is not known yet, so it is charged as the most that any rollout had so
-    far. Until a first rollout has ended it counts as one sample.
+    A running rollout is charged the most samples that any rollout has had so far (one until the first has ended).
 
     Args:
         policy: bounds the samples in flight.
@@ -269,7 +268,7 @@ class SampleBudget:
         return len(self._accounts)
 
     def group_fits(self, num_samples: float) -> bool:
-        """Return whether a group is sure to have at most `num_samples` samples; False while no rollout has ended."""
+        """Return whether a group is sure to have at most `num_samples` samples; False until a rollout has ended."""
         return 0 < self.attempts * self.samples_per_rollout <= num_samples
 
     def allows_group(self) -> bool:
@@ -293,7 +292,7 @@ class SampleBudget:
             account.ended_samples += num_samples
 
     def publish(self, group_id: str, sample_ids: Iterable[str]) -> None:
-        """Replace a group's charge by the samples that are now on their way to the trainer."""
+        """Replace a group's charge by the samples that were sent to the trainer."""
         ids = set(sample_ids)
         if ids:
             self._accounts[group_id] = _Account(running=0, published=ids)
@@ -310,7 +309,7 @@ class SampleBudget:
             del self._accounts[group_id]
 
     def settle_group(self, group_id: str) -> None:
-        """Free a whole group that was trained, or failed without a sample. Unknown groups are ignored."""
+        """Free a group that was trained, or failed without a sample. Unknown groups are ignored."""
         self._accounts.pop(group_id, None)
 
     def _charge(self, account: _Account) -> int:

@@ -1,9 +1,9 @@
-"""What an evaluation says about the model: success of k samples of each problem, with intervals.
+"""What an evaluation estimates: success of k samples per problem, with confidence intervals.
 
 | name          | estimates                                                                             |
 |---------------|---------------------------------------------------------------------------------------|
-| `avg_at_<k>`  | the chance that one sample solves a problem: mean over problems of the share solved   |
-| `pass_at_<j>` | the chance that one of j samples does, for j = 1, 2, 4, ... and k; `avg_at_k` = pass@1 |
+| `avg_at_<k>`  | probability that a sample solves a problem: mean over problems of the share solved     |
+| `pass_at_<j>` | probability that one of j samples does, for j = 1, 2, 4, ... and k; `avg_at_k` = pass@1 |
 
 Samples of one problem are not independent, so every interval is over problems. Pure: no I/O.
 """
@@ -28,8 +28,7 @@ _Z = 1.959963984540054
 def pass_at(num_samples: int, num_correct: int, k: int) -> float:
     """Return the unbiased estimate that one of `k` samples of a problem is correct: 1 - C(n - c, k) / C(n, k).
 
-    Chen et al. 2021, "Evaluating Large Language Models Trained on Code" (arXiv 2107.03374), equation 1. Exact: whole
-    numbers are divided once.
+    Chen et al. 2021, "Evaluating Large Language Models Trained on Code" (arXiv 2107.03374), equation 1, with integers.
 
     Args:
         num_samples: n, samples of the problem, at least k.
@@ -95,9 +94,9 @@ def summarize(
 ) -> list[EvaluationResult]:
     """Return one result for all data sets together, followed by one for each if there are several.
 
-    Success and reward are means over problems: a set with more samples of each counts no more for it. Failed rollouts
-    are counted and do not enter the averages. Data sets in which all failed are left out. If all failed
-    everywhere there is one result without averages, so that whoever waits for it knows that the evaluation is over.
+    Success and reward are means over problems, so a set with more samples per problem weighs no more. Failed rollouts
+    are counted but not averaged. Data sets in which all failed are left out. If everything failed there is one result
+    without averages, so that readers know that the evaluation is over.
 
     Args:
         problems: of the rollouts; those with the same data set and id are samples of one problem.

@@ -1,8 +1,7 @@
-"""Evaluations on the held-out problems: when they run, what they ask, what they report and what is recorded of them.
+"""Evaluations on held-out problems: when they run, what they ask, report and record.
 
-The first and the last evaluation of a run hold training back; the others run next to it. Each waits for its rollouts,
-which have deadlines; a failed rollout is counted and does not end training. With shared devices an evaluation also
-waits for a weight update in progress, and updates wait for it.
+Training waits for the first and the last evaluation of a run; the others run concurrently with it. Rollouts have
+deadlines; failed ones are counted. With shared devices evaluations and weight updates wait for each other.
 """
 
 from __future__ import annotations
@@ -45,7 +44,7 @@ MAX_CHARS = 4000
 class EvaluationRecorder:
     """Writes what the model said in evaluations to the stream `evaluation_rollouts`, for people to read.
 
-    A record that cannot be written is counted, with one warning; it ends neither the run nor the recording of others.
+    A record that cannot be written is counted, with one warning; the run and the recording continue.
 
     Args:
         open_writer: opens the stream; called when there is something to write.
@@ -72,7 +71,7 @@ class EvaluationRecorder:
                 self._writer = self._open_writer()
             await self._writer.write(rollout)
         except StreamError as error:
-            # The next one is tried again: a disk gets space again, and a bad value belongs to one rollout.
+            # Keep trying: a full disk may recover, and a bad value concerns one rollout.
             self.unrecorded += 1
             if self.unrecorded == 1:
                 logger.warning(
@@ -92,8 +91,8 @@ class Evaluator:
 
     Attributes:
         results: stream `evaluation`.
-        concurrency: most rollouts at a time of an evaluation next to training.
-        holds_updates: weight updates wait for evaluations, because servers and trainer share devices.
+        concurrency: rollouts at a time while training runs.
+        holds_updates: weight updates wait for evaluations because servers and trainer share devices.
     """
 
     problems: list[Problem]
@@ -110,9 +109,9 @@ class Evaluator:
     _num_ended: int = field(default=0, init=False)
 
     async def run_when_due(self) -> list[EvaluationResult]:
-        """Evaluate next to training until training is done, and return the results of the last evaluation.
+        """Evaluate while training runs, and return the results of the last evaluation.
 
-        An evaluation that still runs at the end of training is finished.
+        An evaluation that is running when training ends is finished.
         """
         progress, results = self.progress, list[EvaluationResult]()
         due: int | None = None
@@ -129,7 +128,7 @@ class Evaluator:
         return results
 
     async def run_final(self, newest: Sequence[EvaluationResult]) -> None:
-        """Evaluate the last version, unless `newest`, the last evaluation next to training, has already done so."""
+        """Evaluate the last version, unless `newest`, the last evaluation during training, already has."""
         version = self.progress.current_version
         if final := as_final(newest, version):
             logger.info("training is done at version %d, which was just evaluated", version)
@@ -139,7 +138,7 @@ class Evaluator:
             await self.evaluate(version, is_final=True)
 
     def report(self) -> dict[str, float]:
-        """Return how far the newest evaluation is."""
+        """Return the progress of the newest evaluation."""
         return {
             "actor/evaluation_rollouts": float(self._num_ended),  #: rollouts of the newest evaluation that ended
             "actor/evaluation_size": float(len(self.problems)),  #: rollouts of one evaluation
@@ -156,10 +155,10 @@ class Evaluator:
         """Run one evaluation, write its results and return them: see `summarize`. Empty without problems.
 
         Args:
-            due_version: names it.
-            is_final: it is the one after training.
-            concurrency: limits the rollouts at a time; None: all slots.
-            known: answers that need no rollout, by place among `problems`.
+            due_version: the version that it was due at.
+            is_final: whether it is the one after training.
+            concurrency: rollouts at a time; None: all slots.
+            known: answers that need no rollout, by index into `problems`.
         """
         if not self.problems:
             return []
@@ -190,7 +189,7 @@ class Evaluator:
         recorded = self.recorder.places(len(self.problems))
         seeds = sample_seeds(self.seed, self.problems)
         self._num_ended = len(known)
-        # If passes end training, one may already have been due at the version of the final evaluation.
+        # If passes end training, another evaluation may have been due at the final version.
         group_id = f"evaluation-{self.incarnation}-{due_version}{'-final' if is_final else ''}"
 
         async def run_attempt(index: int, problem: Problem) -> Answer:
@@ -242,13 +241,13 @@ class Evaluator:
 
 
 def as_final(newest: Sequence[EvaluationResult], version: int) -> list[EvaluationResult]:
-    """Return the newest evaluation as the final one; empty if another one must be made.
+    """Return the newest evaluation as the final one; empty if another is needed.
 
-    If passes over the problems end training, the last version is not known in advance and may just have been evaluated.
-    The final evaluation would ask the same problems with the same seeds again.
+    If passes over the problems end training, the last version is not known in advance and may just have been evaluated
+    with the same problems and seeds.
 
     Args:
-        newest: results of the newest evaluation next to training, if there was one.
+        newest: results of the newest evaluation during training, if any.
         version: the last one of the run.
     """
     if any(not result.due_version == result.min_version == result.max_version == version for result in newest):
@@ -261,7 +260,7 @@ def as_final(newest: Sequence[EvaluationResult], version: int) -> list[Evaluatio
 def rollout_record(
     rollout: StartRollout, problem: Problem, answer: Answer, due_version: int, is_final: bool, incarnation: int
 ) -> EvaluationRollout:
-    """Return the record of `rollout`, which ended with `answer`. Long problems and error messages are cut."""
+    """Return the record of `rollout`, which ended with `answer`. Long problems and messages are truncated."""
     ended = answer if isinstance(answer, RolloutEnded) else None
     failed = answer if isinstance(answer, RolloutFailed) else None
     return EvaluationRollout(
@@ -277,7 +276,7 @@ def rollout_record(
         min_version=ended.min_version if ended else None,
         max_version=ended.max_version if ended else None,
         failure=failed.reason if failed else "",
-        # The end says where in the user's code.
+        # The end names the line of user code.
         message=failed.message[-MAX_CHARS:] if failed else "",
         incarnation=incarnation,
     )
@@ -289,7 +288,7 @@ def _problem_text(problem: Problem) -> str:
 
 
 def find_evaluations(streams: StreamHub, actor: str) -> set[tuple[int, bool]]:
-    """Return (due version, is final) of every evaluation that was made; if all its rollouts failed it was not."""
+    """Return (due version, is final) of every evaluation with at least one rollout that did not fail."""
     return {
         (evaluation.due_version, evaluation.is_final)
         for evaluation in read_all(streams, EVALUATION_TOPIC, actor, EvaluationResult)
@@ -298,10 +297,7 @@ def find_evaluations(streams: StreamHub, actor: str) -> set[tuple[int, bool]]:
 
 
 def find_ended_rollouts(streams: StreamHub, actor: str) -> dict[int, RolloutEnded]:
-    """Return what is recorded of the rollouts of an evaluation that was interrupted, by place among its problems.
-
-    Those that failed are made again.
-    """
+    """Return the recorded rollouts of an interrupted evaluation by index of their problem. Failed ones are repeated."""
     ended: dict[int, RolloutEnded] = {}
     for record in read_all(streams, EVALUATION_ROLLOUTS_TOPIC, actor, EvaluationRollout):
         if record.summary is not None:

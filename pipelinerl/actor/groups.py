@@ -1,6 +1,6 @@
-"""Generates groups for as long as training runs: starts them, collects their attempts, writes fates, publishes them.
+"""Generates groups while training runs: starts them, collects their attempts, writes fates, publishes them.
 
-After a restart, `find_started_groups` says what has to run again and `find_unsettled_groups` what is in flight.
+After a restart, `find_started_groups` returns what has to run again and `find_unsettled_groups` what is in flight.
 
 | who waits           | until                                                                     |
 |---------------------|---------------------------------------------------------------------------|
@@ -8,8 +8,8 @@ After a restart, `find_started_groups` says what has to run again and `find_unse
 | a group             | its last attempt has ended; each has a deadline                           |
 | `publish_group`     | a full stream has room, or training is done                               |
 
-While the stream of groups is full, running rollouts end, and no more start than could run in addition to the groups
-that wait to be written.
+While the stream of groups is full, running rollouts end, and new ones start only within the slots that groups waiting
+to be written leave.
 """
 
 from __future__ import annotations
@@ -46,13 +46,13 @@ _CUT_OFF_REASONS = frozenset({INTERRUPTED, TRAINING_DONE, RUN_ENDED})
 
 
 def number_of(group_id: str) -> int:
-    """Place of a group in the order of problems; ids are `<incarnation>-<number>`."""
+    """Position of a group in the order of problems; ids are `<incarnation>-<number>`."""
     return int(group_id.rpartition("-")[2])
 
 
 @dataclass(frozen=True)
 class Publisher:
-    """Writes groups and the fates of rollouts that are not in one. A fate is written before the group it belongs to.
+    """Writes groups, and the fates of rollouts that are in none, which come before their group.
 
     Attributes:
         source: job name of the actor.
@@ -73,7 +73,7 @@ class Publisher:
         version: int,
         samples: Sequence[Sample] = (),
     ) -> None:
-        """Write that `num_rollouts` rollouts of a group, with these samples, ended (`pending`: that they run)."""
+        """Write the fate of `num_rollouts` rollouts of a group and of their samples (`pending`: they are running)."""
         await self.fates.write(
             FateRecord(
                 sample_ids=[sample.id for sample in samples],
@@ -94,7 +94,7 @@ class Publisher:
             await self.write_fate("failed", group_id, reason, count, version)
 
     async def publish_group(self, record: Group, version: int) -> bool:
-        """Write a group with samples, after `write_failures`. False: nobody reads it any more, and it was given up."""
+        """Write a group with samples, after `write_failures`. False: nobody reads it any more; it is given up."""
         try:
             await self.groups.write(record)
         except NoRoom:
@@ -106,7 +106,7 @@ class Publisher:
         await self.metrics.write(MetricRecord(source=self.source, step=version, time=record_time(), values=values))
 
     async def close(self) -> None:
-        """Write what was handed over, and release the streams."""
+        """Flush and release the streams."""
         async with AsyncExitStack() as stack:
             for writer in (self.metrics, self.fates, self.groups):
                 stack.push_async_callback(writer.close)
@@ -118,7 +118,7 @@ class GroupRunner:
 
     Attributes:
         seed: of the run.
-        numbers: places in the order of problems to run; a restart sets them to what is left.
+        numbers: positions in the order of problems to run; a restart sets them to what is left.
     """
 
     problems: ProblemOrder
@@ -159,14 +159,14 @@ class GroupRunner:
                     self._start_group(tasks)
             for task in self._running:
                 task.cancel()
-            # Groups that wait to be written are not cut off: they are written now, or given up.
+            # Groups waiting to be written are not cancelled: they are written now or given up.
             self.publisher.groups.end_waits()
 
     def _has_room(self) -> bool:
-        # Attempts get their slots a moment after their group was started, so they are counted as well.
+        # Attempts get their slots a moment after their group started, so they are counted too.
         slots = self.scheduler.total_slots
         has_slot = self._unfinished_attempts < slots and self.scheduler.has_free_slot
-        # Groups that wait for a full stream are memory: at most about as many as could run.
+        # Groups waiting for a full stream occupy memory: at most about as many as could run.
         is_written = not self._unwritten_groups or self._unwritten_groups * self.attempts < slots
         return has_slot and is_written and self.progress.needs_groups and self.progress.budget.allows_group()
 
@@ -212,7 +212,7 @@ class GroupRunner:
                 rollout_id=f"{group_id}/r{index}",
                 group_id=group_id,
                 problem=problem.data,
-                # By place in the order, not by incarnation: a group that runs again starts as it did.
+                # By position, not by incarnation: a repeated group starts with the same seeds.
                 seed=rollout_seed(self.seed, "train", number_of(group_id), index),
             )
         )
@@ -241,11 +241,11 @@ class GroupRunner:
         await self.publisher.write_failures(record.id, failures, version)
         if record.rollouts and not record.samples:
             await self.publisher.write_fate("failed", record.id, "no_samples", len(record.rollouts), version)
-        # Nothing is awaited from here to `publish_group`, which writes in the order of the calls: no group says that
-        # fewer passes are done than one before it.
+        # Nothing is awaited between here and `publish_group`, which writes in call order, so `epochs_done` never
+        # decreases along the stream.
         self.epochs.end(number_of(record.id))
         record = replace(record, epochs_done=self.epochs.epochs_done)
-        # Before the group can be read: its samples may be settled before `write` returns.
+        # Before the group is readable: its samples may be settled before `write` returns.
         self.progress.budget.publish(record.id, [sample.id for sample in record.samples])
         if not record.samples or await self.publisher.publish_group(record, version):
             self.progress.published(record.id, len(record.samples), record.epochs_done)
@@ -254,7 +254,7 @@ class GroupRunner:
 def make_group(
     group_id: str, problem: Problem, answers: Sequence[Answer], incarnation: int
 ) -> tuple[Group, list[RolloutFailed]]:
-    """Return the group of all attempts in order (without samples if every one failed), and the failures."""
+    """Return the group of all attempts in order (without samples if all failed), and the failures."""
     ended = [answer for answer in answers if isinstance(answer, RolloutEnded)]
     failures = [answer for answer in answers if isinstance(answer, RolloutFailed)]
     names = [answer.dataset_name for answer in ended if answer.dataset_name]
@@ -275,9 +275,9 @@ class StartedGroups:
     """Every group that was started before the restart.
 
     Attributes:
-        open_groups: rollouts without a fate, by group that was neither published nor given up.
-        numbers_due: places in the order of problems that have to run again.
-        next_number: follows the last place that was started.
+        open_groups: number of rollouts without a fate, by group that was neither published nor given up.
+        numbers_due: positions in the order of problems that have to run again.
+        next_number: follows the last position that was started.
     """
 
     open_groups: dict[str, int] = field(default_factory=dict)
@@ -286,7 +286,7 @@ class StartedGroups:
 
 
 def find_started_groups(streams: StreamHub, actor: str) -> StartedGroups:
-    """Return what became of the groups that were started, according to the actor's own streams."""
+    """Return what the actor's own streams say about the groups that were started."""
     started: dict[str, int] = {}
     failed: Counter[str] = Counter()
     cut_off: set[str] = set()
@@ -313,9 +313,9 @@ def find_started_groups(streams: StreamHub, actor: str) -> StartedGroups:
 
 
 def find_unsettled_groups(streams: StreamHub, actor: str, steps_done: int) -> dict[str, list[str]]:
-    """Return the published samples, by group, that a trainer which has finished `steps_done` steps has not settled.
+    """Return the published samples, by group, that are unsettled after `steps_done` steps.
 
-    Batches up to that step are trained. Later batches will be trained again, so their groups are in flight; so are
+    Batches up to that step are trained. Later batches will be trained again, so their groups are in flight, as are
     groups in no batch whose samples were not dropped.
     """
     trained: set[str] = set()

@@ -17,8 +17,8 @@ Problems become groups of rollouts on the stream `actor`:
 | `WorkerPool._follow`     | a worker's next message                        | the worker, or its end                 |
 | `_follow` (five streams) | the next record                                | trainer, preprocessor, launcher        |
 
-Trainer and preprocessor never wait for this process, except for its data and for the answer to a pause, which depends
-on running rollouts only.
+Trainer and preprocessor wait for this process only for its data and for the answer to a pause, which depends on running
+rollouts alone.
 """
 
 from __future__ import annotations
@@ -102,12 +102,12 @@ _REPORT_INTERVAL_S = 5.0
 # Groups in the sliding window of rates, and rollouts from which on the failure rate counts.
 _WINDOW_GROUPS, _LEAST_ROLLOUTS = 50, 32
 _READ_TIMEOUT_S = 5.0
-# An evaluation next to training takes one slot in so many, unless actor.evaluation_concurrency is set.
+# An evaluation during training gets one slot in this many, unless actor.evaluation_concurrency is set.
 _EVALUATION_SHARE = 4
 
 
 class Actor:
-    """The actor of one run: its parts, and its life from the first weights to the last evaluation.
+    """The actor of one run, from the first weights to the last evaluation.
 
     Args:
         context: of this process.
@@ -165,7 +165,7 @@ class Actor:
             scheduler=self.scheduler,
             progress=self.progress,
             results=hub.loop_writer(EVALUATION_TOPIC, name, EvaluationResult),
-            # Opened with the first record: if that fails it costs records, not the actor.
+            # Opened with the first record: a failure costs records, not the actor.
             recorder=EvaluationRecorder(
                 lambda: hub.loop_writer(EVALUATION_ROLLOUTS_TOPIC, name, EvaluationRollout),
                 config.actor.recorded_test_samples,
@@ -181,7 +181,7 @@ class Actor:
         """Run until training is complete and the last evaluation is written.
 
         Raises:
-            DomainError: user code returned something that it must not.
+            DomainError: user code returned something invalid.
             WorkerError: a rollout worker died, or too many rollouts failed.
             StreamError: a stream cannot be read or written.
         """
@@ -224,7 +224,7 @@ class Actor:
                     writers.push_async_callback(self.pause_answers.close)
 
     async def _begin(self) -> None:
-        """Wait until the servers have weights and the workers know the servers."""
+        """Wait until the servers have weights and the workers are ready."""
         context, progress = self.context, self.progress
         start_timeout_s = self.config.vllm_config.start_timeout_s
         if isinstance(progress, ProgressWithoutTrainer):
@@ -236,7 +236,7 @@ class Actor:
         await self.membership.begin()
 
     async def _evaluate(self) -> None:
-        """`debug.mode=evaluation`: the model of the servers, and nothing else."""
+        """`debug.mode=evaluation`: evaluate the model of the servers and do nothing else."""
         streams, name = self.context.streams, self.context.job.name
         if not find_evaluations(streams, name):
             await self.evaluator.evaluate(0, known=find_ended_rollouts(streams, name))
@@ -262,13 +262,13 @@ class Actor:
             await evaluator.run_final(evaluations.result())
 
     async def _resume(self) -> None:
-        """After a restart, charge what is still on its way to the trainer, and run again what was cut off."""
+        """After a restart, charge what is on its way to the trainer and repeat what was interrupted."""
         streams, name = self.context.streams, self.context.job.name
         started = find_started_groups(streams, name)
         for group_id, num_rollouts in started.open_groups.items():
             version = self.progress.current_version
             await self.publisher.write_fate("unused", group_id, INTERRUPTED, num_rollouts, version)
-        # Nothing is awaited from here on, so that each step settles its groups either before or after all of this.
+        # Nothing is awaited from here on, so that a step settles its groups either before or after all of this.
         version, steps_done = self.progress.current_version, self.progress.steps_done
         self.groups.epochs.resume(started.numbers_due, started.next_number)
         self.groups.numbers = itertools.chain(started.numbers_due, itertools.count(started.next_number))
@@ -285,7 +285,7 @@ class Actor:
         )
 
     async def _follow(self, topic: str, instance: str, record_type: Any, apply: Callable[[Any], None]) -> None:
-        """Apply every record of a stream, on this event loop, until cancelled. The reads block a thread."""
+        """Apply every record of a stream on this event loop until cancelled. Reads block a thread of their own."""
         loop = asyncio.get_running_loop()
         reader = self.context.streams.reader(topic, instance, record_type)
         thread = ThreadPoolExecutor(1, f"stream-{topic}-{instance}")
@@ -313,7 +313,7 @@ class Actor:
             self.scheduler.pause(request.version)
 
     async def _answer_pauses(self, answers: LoopWriter[RolloutsPaused]) -> None:
-        # Apart from the groups: a trainer that waits for this answer may be what makes room in their stream.
+        # Independent of the groups: the trainer that waits for this answer may be what makes room in their stream.
         while True:
             version = await self.scheduler.quiet.get()
             incarnation = self.context.incarnation
@@ -321,14 +321,14 @@ class Actor:
             await answers.flush()
 
     async def _report_regularly(self) -> None:
-        """Write metrics at every new version from the first one on, and every few seconds in between."""
+        """Write metrics at every new version and every few seconds in between."""
         reported: int | None = None
         while True:
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(_REPORT_INTERVAL_S):
                     await self.changes.wait_for(lambda: self.progress.version != reported)  # noqa: B023
             reported = self.progress.version
-            # Before the first weights there is no version to report for: in a resumed run it is not 0.
+            # Before the first weights the version is unknown: in a resumed run it is not 0.
             if reported is not None:
                 await self._report()
 

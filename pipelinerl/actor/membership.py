@@ -1,7 +1,7 @@
 """Which servers accept rollouts: those that are up and have the weights.
 
-The launcher says which servers are up, the trainer which of their starts have weights; both write to the stream
-`pool`. When a server goes away, its rollouts run elsewhere at once.
+The launcher reports which servers are up, the trainer which of their starts have weights, both on the stream `pool`.
+When a server goes away, its rollouts are moved at once.
 """
 
 from __future__ import annotations
@@ -40,9 +40,9 @@ class Membership:
     """The servers of a run, numbered as in `scheduler`.
 
     Args:
-        urls: of the servers of the plan, by name. They count as up and as having weights.
-        scheduler: told which servers accept rollouts.
-        workers: told about servers that join.
+        urls: of the planned servers, by name. They count as up, with weights.
+        scheduler: is told which servers accept rollouts.
+        workers: are told about servers that join.
         token: of the servers.
         incarnation: of this start; records of earlier ones are ignored.
     """
@@ -55,12 +55,12 @@ class Membership:
         self._token = token
         self._incarnation = incarnation
         self._members = {name: _Member(index, name, url) for index, (name, url) in enumerate(urls.items())}
-        # The newest start with weights by server; the trainer may be heard before the launcher.
+        # The newest start with weights, by server; the trainer's message may arrive before the launcher's.
         self._ready = dict.fromkeys(urls, 0)
         self._servers: Servers | None = None
 
     async def begin(self) -> None:
-        """Tell the workers about all servers, and wait until they are ready.
+        """Tell the workers about all servers and wait until they are ready.
 
         Raises:
             WorkerError: no server answers, or a worker is not ready in time.
@@ -70,7 +70,7 @@ class Membership:
         await self._workers.wait_ready(self._servers)
 
     def apply_change(self, change: PoolChange) -> None:
-        """Apply what the launcher says about a server."""
+        """Handle what the launcher reports about a server."""
         if change.incarnation != self._incarnation:
             return
         member = self._members.get(change.name)
@@ -92,7 +92,7 @@ class Membership:
             logger.warning("%s went away (%s); %d rollouts run again elsewhere", change.name, change.reason, lost)
 
     def apply_answer(self, answer: PoolAnswer) -> None:
-        """Apply what the trainer says about a server."""
+        """Handle what the trainer reports about a server."""
         if answer.incarnation != self._incarnation or not isinstance(answer, ServerReady):
             return
         self._ready[answer.name] = answer.generation
@@ -115,9 +115,9 @@ class _Models(msgspec.Struct):
 
 
 async def fetch_max_model_len(urls: list[str], token: str) -> int | None:
-    """Return the longest sequence in tokens that all servers accept; None if none says.
+    """Return the longest sequence in tokens that all servers accept; None if unknown.
 
-    All servers of a run have the same model and arguments, so one that does not answer now is like the others.
+    All servers of a run have the same model and arguments, so not all of them have to answer.
 
     Raises:
         WorkerError: no server answers.

@@ -1,4 +1,4 @@
-"""What the actor knows about training: policy version, finished steps, end of training."""
+"""What the actor knows about training: policy version, finished steps, whether it is over."""
 
 from __future__ import annotations
 
@@ -29,19 +29,19 @@ class Changes:
         self._changed = asyncio.Event()
 
     def notify(self) -> None:
-        """Make everyone who waits check again."""
+        """Make all waiters check again."""
         self._changed.set()
         self._changed = asyncio.Event()
 
     async def wait_for(self, predicate: Callable[[], bool], retry_s: Callable[[], float | None] = lambda: None) -> None:
         """Return once `predicate` holds; it is checked now, after every `notify`, and after `retry_s()` seconds."""
         while True:
-            # Before the check: what may change by time alone is then either seen by it or still to come.
+            # Before the check, so that a change by time alone is either seen by it or still to come.
             seconds = retry_s()
             if predicate():
                 return
             with contextlib.suppress(TimeoutError):
-                # Zero has been checked, and would spin.
+                # Zero would spin.
                 async with asyncio.timeout(seconds or None):
                     await self._changed.wait()
 
@@ -72,7 +72,7 @@ class TrainingProgress:
 
     @property
     def needs_groups(self) -> bool:
-        """False once the last step is done, even if its weights are still on their way."""
+        """False once the last step is done, even if its weights have not arrived."""
         return not self.done and self.steps_done < self._last_step
 
     def apply_message(self, message: TrainerMessage) -> None:
@@ -100,13 +100,13 @@ class TrainingProgress:
         self.changes.notify()
 
     def published(self, group_id: str, num_samples: int, epochs_done: float) -> None:
-        """Note that a group is in the stream. The trainer's messages settle it."""
+        """Note that a group is in the stream; messages of the trainer settle it."""
 
 
 class ProgressWithoutTrainer(TrainingProgress):
-    """Without a trainer (`debug.mode`): published samples are settled at once.
+    """Without a trainer (`debug.mode`), published samples are settled at once.
 
-    Done once the samples of `finetune.max_train_steps` steps are published, or `finetune.max_epochs` passes are over.
+    Done once the samples of `finetune.max_train_steps` steps are published or `finetune.max_epochs` passes are over.
     """
 
     def __init__(self, config: RunConfig, budget: SampleBudget, incarnation: int, changes: Changes) -> None:
@@ -116,7 +116,7 @@ class ProgressWithoutTrainer(TrainingProgress):
         self._samples = 0
 
     def serve_initial_weights(self) -> None:
-        """Note that the servers sample with the weights that they loaded: version 0."""
+        """Note that the servers have the weights that they started with: version 0."""
         self.version = 0
         self.changes.notify()
 

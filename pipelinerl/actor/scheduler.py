@@ -54,14 +54,14 @@ START_TIMEOUT_S = 600.0
 _STOP_GRACE_S = 5.0
 #: Failure of a rollout whose server went away. It says nothing about the rollout, which runs again elsewhere.
 SERVER_LOST = "server_lost"
-#: A rollout may be refused for this long without costing it a try: a server whose engine died refuses connections some
-#: seconds before its process ends and the launcher reports it.
+#: Refused connections cost no try for this long: a server whose engine died refuses connections for some seconds before
+#: its process ends and the launcher reports it.
 REFUSALS_FORGIVEN_S = 60.0
 
 
 @dataclass(eq=False)
 class ServerLoad:
-    """One server: its rollouts now, and the times for its metrics (seconds, monotonic)."""
+    """One server: its running rollouts, and times for its metrics (monotonic seconds)."""
 
     index: int
     usable: bool = True
@@ -72,7 +72,7 @@ class ServerLoad:
     rollout_s: float = 0.0
 
     def change_running(self, by: int) -> None:
-        """Add to `running`; the time until now counts with the old value."""
+        """Add to `running`, and account for the time until now."""
         now = monotonic()
         seconds, self.counted_at = now - self.counted_at, now
         self.rollout_s += self.running * seconds
@@ -166,12 +166,12 @@ class Scheduler:
             if is_refused and refused_since is None:
                 refused_since = monotonic()
             elif not is_refused and answer.reason != Fault.CANNOT_CONNECT.value:
-                refused_since = None  # the server was asked, and answered
+                refused_since = None  # the server answered
             if answer.reason == SERVER_LOST or (answer.transient and not server.usable):
                 refused_since = None  # the failure says nothing about the rollout
             elif is_refused and refused_since is not None and monotonic() - refused_since < REFUSALS_FORGIVEN_S:
                 if not answer.retries:
-                    # The client pauses between its own retries; without any, an immediate try would spin.
+                    # The client pauses between its own retries; without any, retrying at once would spin.
                     await asyncio.sleep(retry_delay_s(refusals, 0.0))
                     refusals += 1
             elif not answer.transient or tries >= self._max_retries:
@@ -186,12 +186,12 @@ class Scheduler:
         return len(self.servers) - 1
 
     def set_usable(self, index: int, usable: bool) -> None:
-        """Say whether a server accepts rollouts. Those that run on it keep their slots."""
+        """Set whether a server accepts rollouts. Those that run on it keep their slots."""
         self.servers[index].usable = usable
         self._assign_slots()
 
     def pause(self, version: int) -> None:
-        """Start no training rollout until `weights_served(version)`; `quiet` gets `version` when none runs any more."""
+        """Start no training rollout until `weights_served(version)`; `quiet` gets `version` once none is running."""
         self._paused_for = version
         self._is_quiet = False
         self._check_quiet()
@@ -205,7 +205,7 @@ class Scheduler:
 
     @contextlib.asynccontextmanager
     async def hold_updates(self) -> AsyncIterator[None]:
-        """Let pauses wait for the end of the context as for a rollout. A pause that has begun is waited for first."""
+        """Make pauses wait for the context to exit, as for a rollout. Waits first for a pause that has begun."""
         await self._changes.wait_for(lambda: self._paused_for is None)
         self._holds += 1
         try:
@@ -270,7 +270,7 @@ class Scheduler:
 
 @dataclass(eq=False)
 class _Pending:
-    """A rollout that was handed to a worker. `sent` is False while the worker is starting."""
+    """A rollout of a worker. `sent` is False while the worker is starting."""
 
     server: int
     answer: asyncio.Future[Answer]
@@ -293,7 +293,7 @@ class WorkerPool:
         command: argument vector of a worker, without its index and connection.
         size: number of workers.
         inherited_fds: descriptors that workers inherit (the watch on the launcher).
-        block_limit_s: longest time that user code may hold a worker's event loop.
+        block_limit_s: longest time that user code may block a worker's event loop.
     """
 
     def __init__(
@@ -351,7 +351,7 @@ class WorkerPool:
         pending = _Pending(start.server, asyncio.get_running_loop().create_future())
         worker.pending[ticket] = pending
         try:
-            # The time that a replaced worker takes to start is not the rollout's.
+            # The start of a replacement worker does not count.
             await worker.ready.wait()
             if not pending.answer.done():
                 worker.connection.send(start)
@@ -366,7 +366,7 @@ class WorkerPool:
             raise
 
     async def close(self) -> None:
-        """Close the connections, which ends the workers, and kill those that do not end."""
+        """Close the connections, which ends the workers, and kill those that do not exit."""
         self._closing = True
         for worker in self._workers:
             worker.connection.close()
@@ -425,7 +425,7 @@ class WorkerPool:
             len(worker.pending),
         )
         self.replaced_workers += 1
-        # The new one first: there is always a worker for new rollouts.
+        # The replacement first, so that there always is a worker.
         await self._start_worker(worker.index)
         self._workers.remove(worker)
         for ticket, pending in worker.pending.items():
@@ -436,7 +436,7 @@ class WorkerPool:
         worker.connection.close()
 
     def _cancel(self, worker: _Worker, ticket: int) -> None:
-        """Cancel a rollout that nobody waits for any more. It counts as pending until the worker answers."""
+        """Cancel an abandoned rollout. It stays pending until the worker answers."""
         pending = worker.pending.get(ticket)
         if self._closing or pending is None:
             return
@@ -455,7 +455,7 @@ def _handle(worker: _Worker, message: FromWorker) -> None:
     match message:
         case RolloutEnded() | RolloutFailed():
             pending = worker.pending.pop(message.ticket, None)
-            # A late answer to a rollout that was given up has no effect.
+            # Late answers to abandoned rollouts are ignored.
             if pending is not None and not pending.answer.done():
                 pending.answer.set_result(message)
         case Ready():

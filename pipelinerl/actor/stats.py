@@ -1,4 +1,4 @@
-"""Numbers about rollouts: throughput, averages since the last report, and the limit on failures."""
+"""Rollout statistics: throughput, averages since the last report, and the failure limit."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class Throughput:
         self._start = monotonic()
 
     def restart(self) -> None:
-        """Forget everything, so that a pause without rollouts (an evaluation) does not count."""
+        """Start over, so that time without rollouts (an evaluation) does not count."""
         self._entries.clear()
         self._start = monotonic()
 
@@ -32,7 +32,7 @@ class Throughput:
         self._entries.append((monotonic(), output_tokens, requests))
 
     def rates(self) -> dict[str, float]:
-        """Return tokens, rollouts and requests per second; the window ends now, so rates fall when nothing ends."""
+        """Return tokens, rollouts and requests per second. The window ends now, so rates fall when nothing ends."""
         seconds = max(monotonic() - self._start, 1e-9)
         return {
             #: their sampled tokens, same window
@@ -70,7 +70,7 @@ class RolloutAverages:
                 entry[1] += 1
 
     def take(self) -> dict[str, float]:
-        """Return the means and start again."""
+        """Return the means and start over."""
         means = {name: total / count for name, (total, count) in self._sums.items()}
         self._sums = {}
         return means
@@ -81,7 +81,7 @@ class FailureLimit:
 
     Args:
         max_rate: largest share of failed rollouts.
-        min_rollouts: rollouts that must have ended before the rate counts.
+        min_rollouts: finished rollouts before the rate counts.
     """
 
     def __init__(self, max_rate: float, min_rollouts: int) -> None:
@@ -98,7 +98,7 @@ class FailureLimit:
         """Count a failed rollout.
 
         Raises:
-            WorkerError: the rate is above the limit; the message has the counts by reason and the last message.
+            WorkerError: the rate exceeds the limit; the message has counts by reason and the last failure.
         """
         self.reasons[reason] += 1
         self._latest.append(True)

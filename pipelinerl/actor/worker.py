@@ -1,9 +1,8 @@
 """`python -m pipelinerl.actor.worker ...`: one rollout worker, started by the actor.
 
-It imports the user's rollout function, loads the tokenizer, and then runs rollouts, many at once on one event loop, for
-the actor at the other end of the inherited socket, until the actor closes it. A worker is a process of its own, so that
-user code that blocks or dies affects only the rollouts of its worker. Waits for the actor's messages and, inside
-rollouts, for the servers.
+It imports the user's rollout function, loads the tokenizer, and runs many rollouts at once on one event loop until the
+actor closes the inherited socket. A worker is a process of its own, so that user code that blocks or dies affects only
+its rollouts. It waits for messages of the actor and, inside rollouts, for the servers.
 """
 
 from __future__ import annotations
@@ -88,7 +87,7 @@ class RolloutWorker:
         tokenizer: of the policy.
         incarnation: goes into samples.
         actor: the connection.
-        block_limit_s: if user code holds the event loop for longer, the process writes where and ends.
+        block_limit_s: if user code blocks the event loop for longer, the process prints a traceback and exits.
     """
 
     def __init__(
@@ -116,10 +115,10 @@ class RolloutWorker:
         self._seen: Counter[str] = Counter()
 
     async def run(self) -> None:
-        """Serve until the actor closes the connection, then cancel what still runs.
+        """Serve until the actor closes the connection, then cancel what is running.
 
         Raises:
-            BaseException: an error of this class. A rollout's own errors are answers.
+            BaseException: an error of this class. Errors of rollouts become answers.
         """
         async with open_session() as session:
             self._actor.send(Ready(pid=os.getpid()))
@@ -198,7 +197,7 @@ class RolloutWorker:
         )
 
     def _recorded(self, start: StartRollout, result: RolloutResult) -> list[EvaluationSample]:
-        """What an evaluation's rollout said. A text that cannot be recorded never costs the rollout."""
+        """The samples of an evaluation's rollout. A text that cannot be recorded never costs the rollout."""
         try:
             samples = recorded_samples(
                 result.training_texts,
@@ -240,9 +239,9 @@ class RolloutWorker:
 
 @contextlib.asynccontextmanager
 async def _watched_loop(limit_s: float) -> AsyncIterator[None]:
-    """End the process, with a traceback on stderr, when its event loop stands still for `limit_s`.
+    """Exit with a traceback on stderr when the event loop is blocked for `limit_s`.
 
-    The watch is a thread in C: it also works while a regular expression or another extension holds the interpreter.
+    The watchdog is a C thread: it also works while a regular expression or another extension holds the interpreter.
     """
 
     async def rearm() -> None:
@@ -261,7 +260,7 @@ async def _watched_loop(limit_s: float) -> AsyncIterator[None]:
 def make_llm(config: RunConfig, url: str, renderer: ChatRenderer, evaluation_set: int | None) -> TrainableLLM:
     """Return the handle of a server, for training (None) or a set of evaluations (`config.evaluation_parameters`).
 
-    Evaluations do not train, so they ask for no log-probs, which cost the server.
+    Evaluations request no log-probs, which would cost the server time.
     """
     is_training = evaluation_set is None
     parameters = config.llm.parameters if evaluation_set is None else config.evaluation_parameters[evaluation_set]
@@ -275,7 +274,7 @@ def make_llm(config: RunConfig, url: str, renderer: ChatRenderer, evaluation_set
         collect_logprobs=is_training,
         request_timeout_s=config.actor.request_timeout_s,
         max_retries=config.actor.max_retries,
-        # Without a trainer nobody labels the weights: they are the model's own.
+        # Without a trainer the weights have no label.
         unlabelled_version=None if config.has_stage("finetune") else 0,
     )
 

@@ -1,6 +1,6 @@
-"""What the actor and its rollout workers (processes that run the user's rollouts) tell each other, and how.
+"""Messages between the actor and its rollout workers (processes that run user code), and their connection.
 
-A message is msgpack after its length, over a pair of sockets that the worker inherits.
+Messages are length-prefixed msgpack over a socket pair that the worker inherits.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import msgspec
 from pipelinerl.errors import RolloutError
 from pipelinerl.records import EvaluationSample, RolloutSummary, Sample
 
-#: Exit codes of a worker. faulthandler exits with 1 when user code held the event loop for too long.
+#: Exit codes of a worker. faulthandler exits with 1 when user code blocked the event loop for too long.
 BLOCKED_EXIT_CODE = 1
 CRASHED_EXIT_CODE = 3
 _LENGTH_BYTES = 4
@@ -36,8 +36,8 @@ class Servers(msgspec.Struct, tag="servers"):
 class StartRollout(msgspec.Struct, tag="start"):
     """One rollout to run; to a worker. `record` asks for the tokens of an evaluation.
 
-    `evaluation_set` says how an evaluation samples (`RunConfig.evaluation_parameters`). `server` and `ticket`, which
-    names a try in all answers, are set for each try.
+    `evaluation_set` selects the sampling of an evaluation (`RunConfig.evaluation_parameters`). `server` and `ticket`,
+    which identifies a try in all answers, are set for each try.
     """
 
     rollout_id: str
@@ -108,7 +108,7 @@ _ended_decoder = msgspec.msgpack.Decoder(RolloutEnded)
 
 
 class Connection(Generic[T]):
-    """One end of the socket pair. Messages are small in number (bounded by the slots), so writes are not awaited.
+    """One end of the socket pair. Messages are few (bounded by the slots), so writes are not awaited.
 
     Args:
         received: union of the messages that the other end sends.
@@ -121,7 +121,7 @@ class Connection(Generic[T]):
         self._unsent = bytearray()
 
     def send(self, message: msgspec.Struct) -> None:
-        """Queue one message. Those of one pass of the event loop are written together: rollouts come in bursts."""
+        """Queue one message. Messages of one event loop iteration are written together: rollouts come in bursts."""
         if not self._unsent:
             asyncio.get_running_loop().call_soon(self._write)
         payload = _encoder.encode(message)
@@ -134,7 +134,7 @@ class Connection(Generic[T]):
             self._unsent.clear()
 
     async def flush(self) -> None:
-        """Wait until most of what was queued has been sent."""
+        """Wait until most queued messages have been sent."""
         self._write()
         await self._writer.drain()
 
@@ -142,8 +142,8 @@ class Connection(Generic[T]):
         """Wait for the next message; None once the other end is gone, even in the middle of a message.
 
         Raises:
-            ValueError: the length is impossible.
-            msgspec.MsgspecError: the content is not a known message.
+            ValueError: impossible length.
+            msgspec.MsgspecError: not a known message.
         """
         try:
             length = int.from_bytes(await self._reader.readexactly(_LENGTH_BYTES), "big")
@@ -156,16 +156,16 @@ class Connection(Generic[T]):
         return message
 
     def close(self) -> None:
-        """Send what is queued, and close."""
+        """Send what is queued and close."""
         self._write()
         self._writer.close()
 
 
 def rest_collector() -> None:
-    """Make Python's garbage collector pass seldom, and only over new objects.
+    """Make Python's garbage collector run rarely, and only over new objects.
 
-    Rollouts make many small objects that are in no cycle. With Python's own thresholds its passes take a fifth of the
-    CPU time of a short rollout.
+    Rollouts make many small objects without cycles; with default thresholds collection takes a fifth of the CPU time of
+    a short rollout.
     """
     gc.collect()
     gc.freeze()
@@ -173,10 +173,10 @@ def rest_collector() -> None:
 
 
 def check_sendable(answer: RolloutEnded) -> None:
-    """Check that the actor can read `answer`, whose values user code made.
+    """Check that the actor can read `answer`, whose values come from user code.
 
     Raises:
-        RolloutError: `bad_value`: a value has the wrong type, or no encoding.
+        RolloutError: `bad_value`: a value has the wrong type or cannot be encoded.
     """
     try:
         _ended_decoder.decode(_encoder.encode(answer))

@@ -1,13 +1,12 @@
-"""Attention over packed samples: which implementation to use, and our own two that never look across samples.
+"""Attention over packed samples: which implementation to use, and our own two, which isolate samples from each other.
 
-`segmented_attention` is registered with transformers as one more attention implementation. A packed row of T tokens
-goes through all linear layers as it is; only for attention the samples are laid side by side as rows of equal length
-(samples of similar length together), so that PyTorch's causal kernel runs without any mask and its cost grows with the
-samples' lengths instead of T squared. `SegmentLayout` holds the index tensors of one row; it is built once per
-micro-batch and reaches the layers as the keyword `segment_layout`.
+`segmented_attention` is registered with transformers as an attention implementation. A packed row of T tokens goes
+through all linear layers unchanged; only for attention, samples of similar length become rows of a block, so that
+PyTorch's causal kernel needs no mask and its cost grows with the samples' lengths instead of T squared. `SegmentLayout`
+holds the index tensors of one row; it is built once per micro-batch and passed to the layers as `segment_layout`.
 
-`varlen_attention` is PyTorch's flash attention for several sequences in one row: for half precision on GPUs with a
-PyTorch that has `torch.nn.attention.varlen` (2.11 or later). One kernel per layer instead of about ten.
+`varlen_attention` is PyTorch's flash attention for several sequences in one row, for half precision on GPUs
+(`torch.nn.attention.varlen`, 2.11 or later): one kernel per layer instead of about ten.
 """
 
 from __future__ import annotations
@@ -26,9 +25,9 @@ from transformers import AttentionInterface
 
 SEGMENTED_ATTENTION = "pipelinerl_segments"
 VARLEN_ATTENTION = "pipelinerl_varlen"
-#: Those that take a layout of the row instead of a mask.
+#: Use a layout of the row instead of a mask.
 OWN_ATTENTIONS = (SEGMENTED_ATTENTION, VARLEN_ATTENTION)
-#: Those that have no kernel for fp32.
+#: Have no kernel for fp32.
 HALF_PRECISION_ONLY = ("flash_attention_2", VARLEN_ATTENTION)
 _MAX_PADDING_RATIO = 2
 
@@ -38,7 +37,7 @@ class SegmentLayout:
     """How one packed row of T tokens becomes blocks of equally long samples, and back.
 
     `blocks` holds (index `[samples * length]` into the row, samples, length); shorter samples repeat their last token,
-    which causal attention keeps from all real ones. `restore` `[T]` indexes the concatenated blocks.
+    which no real token attends to. `restore` `[T]` indexes the concatenated blocks.
     """
 
     blocks: tuple[tuple[torch.Tensor, int, int], ...]
@@ -52,7 +51,7 @@ class SegmentLayout:
 def segment_layout(lengths: Sequence[int]) -> SegmentLayout:
     """Layout of a row that holds samples of these `lengths` one after the other.
 
-    Samples are sorted by length and cut into blocks so that no sample is padded to more than twice its length.
+    Samples are sorted by length and split into blocks so that none is padded to more than twice its length.
     """
     starts = torch.tensor([0, *lengths]).cumsum(0)
     order = sorted(range(len(lengths)), key=lambda sample: -lengths[sample])
@@ -113,19 +112,19 @@ def segmented_attention(
     s_aux: torch.Tensor | None = None,
     **unused: object,
 ) -> tuple[torch.Tensor, None]:
-    """Causal attention inside each sample of a packed row, or of each right-padded row if there is no layout.
+    """Causal attention within each sample of a packed row, or within each right-padded row without a layout.
 
-    The kind of the layout decides how: see `SegmentLayout` and `VarlenLayout`.
+    The type of the layout selects the implementation.
 
     Args:
         query: `[rows, heads, T, head size]`; `key` and `value` may have fewer heads.
-        s_aux: attention sinks `[heads]`: one more logit in every softmax, which no value goes with.
+        s_aux: attention sinks `[heads]`: an additional logit without a value in every softmax.
 
     Returns:
         `[rows, T, heads, head size]` and no attention weights, as transformers expects.
 
     Raises:
-        ValueError: a mask was given, or the model asks for logit soft-capping, or for sinks without a `SegmentLayout`.
+        ValueError: a mask, soft-capped logits, or sinks without a `SegmentLayout`.
     """
     if isinstance(segment_layout, VarlenLayout) and (dropout or s_aux is not None):
         raise ValueError(f"{VARLEN_ATTENTION}: got dropout={dropout} or attention sinks, expected neither")
@@ -167,10 +166,10 @@ def attend_with_sinks(
     dropout: float,
     sliding_window: int | None,
 ) -> torch.Tensor:
-    """Causal attention of `[rows, heads, T, head size]` with one more logit per head, by PyTorch's kernel.
+    """Causal attention of `[rows, heads, T, head size]` with an additional logit per head, by PyTorch's kernel.
 
-    The sink is a key before all others whose value is 0. Heads get further components: in the first of them the query
-    of each head has its sink, the key of the sink has 1 and the other keys have 0. Kernels want multiples of 8.
+    The sink is a key before all others, with value 0. Heads get 8 more components (kernels require multiples of 8): in
+    the first of them each query has its head's sink, the key of the sink has 1, and other keys have 0.
     """
     size, scale = q.shape[-1], q.shape[-1] ** -0.5 if scaling is None else scaling
     q, k, v = (F.pad(states, (0, 8, 1, 0)) for states in (q, k, v))
@@ -197,11 +196,11 @@ def varlen_attention(
     scaling: float | None = None,
     sliding_window: int | None = None,
 ) -> torch.Tensor:
-    """Causal attention inside each sample of a packed row.
+    """Causal attention within each sample of a packed row.
 
     Args:
         query: `[1, heads, T, head size]`; `key` and `value` may have fewer heads. `value` has the dtype of the result
-            (bf16 or fp16); the others may be wider, as rotary embeddings leave them under autocast.
+            (bf16 or fp16); the others may be wider, as after rotary embeddings under autocast.
         sliding_window: tokens that a position sees, itself included; None: all before it.
 
     Returns:
@@ -209,7 +208,7 @@ def varlen_attention(
     """
     kernel = _kernel()
     q, k, v = (states[0].transpose(0, 1).to(value.dtype) for states in (query, key, value))
-    # The releases that have no such option need none.
+    # Releases without this option do not need it.
     options: dict[str, object] = {"enable_gqa": True} if _takes_grouped_heads() else {}
     # (left, right): tokens before and after a position that it sees; -1 is all of them.
     window = (-1 if sliding_window is None else sliding_window - 1, 0)
@@ -224,7 +223,7 @@ def can_use_varlen(dtype: torch.dtype, device: torch.device) -> bool:
     """Whether this PyTorch has the kernel for products of `dtype` on `device`."""
     if device.type != "cuda" or dtype not in (torch.bfloat16, torch.float16):
         return False
-    # The first releases of the module had neither windows nor a scale.
+    # The first releases of the module have neither windows nor a scale.
     return {"scale", "window_size"} <= _parameters(_kernel())
 
 

@@ -1,9 +1,9 @@
 """The best model by evaluation: `finetune/best`, a link to one of the folders in `finetune/evaluated/<version>`.
 
-An evaluation takes longer than a step, and its result comes when the weights are gone: so the trainer exports a version
-when its evaluation falls due (a candidate). Whoever learns the result, the trainer while it runs and the launcher after
-its end, settles the candidate: it becomes the best model or is removed. A crash at any point leaves the old best model
-or the new one, and a candidate that the next start settles or removes. No torch: the launcher imports this.
+An evaluation takes longer than a step, so its result arrives when the weights are gone. The trainer therefore exports a
+version when its evaluation is due (a candidate). Once the result is known, the trainer, or the launcher after its end,
+settles the candidate: it becomes the best model or is removed. A crash at any point leaves the old or the new best
+model, and a candidate that the next start settles or removes. No torch: the launcher imports this.
 """
 
 from __future__ import annotations
@@ -42,17 +42,17 @@ logger = logging.getLogger(__name__)
 
 KEY = "finetune.keep_best"
 NOTE = "evaluation.json"
-# At most so many versions wait for their result: the one that is being measured, and the newest one.
+# Versions that may wait for their result: the one being measured and the newest.
 MAX_CANDIDATES = 2
-# What the actor calls several data sets together.
+# The actor's name for several data sets together.
 _ALL = "all"
 
 
 class EvaluatedVersion(msgspec.Struct, frozen=True, kw_only=True):
-    """Content of `evaluation.json`: which weights lie next to it, and the result of their evaluation.
+    """Content of `evaluation.json`: the version of the weights next to it, and the result of their evaluation.
 
-    `version` is the number of optimizer steps of the weights, `due_version` names the evaluation. Without a `value` the
-    result is not known yet. Tokens of the evaluation were sampled by the versions `min_version` to `max_version`.
+    The evaluation was due at `due_version`. Without a `value` its result is not known yet. Its tokens were sampled by
+    the versions `min_version` to `max_version`.
     """
 
     version: int
@@ -71,8 +71,8 @@ class BestModel:
     """The best model and the candidates below `root` (`finetune` of the run directory).
 
     Args:
-        metric: `success_rate`, `mean_reward`, or a metric of the rollout function. The higher, the better.
-        max_failure_rate: an evaluation in which a larger share of the rollouts failed measures nothing.
+        metric: `success_rate`, `mean_reward`, or a metric of the rollout function. Higher is better.
+        max_failure_rate: evaluations with a larger share of failed rollouts are ignored.
     """
 
     def __init__(self, root: Path, metric: str, max_failure_rate: float) -> None:
@@ -86,24 +86,24 @@ class BestModel:
 
     @property
     def best(self) -> EvaluatedVersion | None:
-        """The best version so far; None: there is none yet."""
+        """The best version so far, if any."""
         return _read(self._root / "best")
 
     @property
     def candidates(self) -> list[EvaluatedVersion]:
-        """Exported versions without a result, in the order of their evaluations."""
+        """Exported versions without a result, in evaluation order."""
         best = self._best_folder()
         folders = [folder for folder in self._folders() if folder.name.isdecimal() and folder != best]
         found = [note for note in map(_read, folders) if note is not None]
         return sorted(found, key=lambda note: (note.incarnation, note.due_version))
 
     def make_room(self) -> None:
-        """Let one more candidate be exported. The oldest is being measured; those after it will not be."""
+        """Make room for another candidate. The oldest is being measured; those after it will not be."""
         for note in self.candidates[1 : len(self.candidates) + 2 - MAX_CANDIDATES]:
             remove_folder(self.folder(note.version))
 
     def drop_rest(self) -> None:
-        """Remove everything but the best model: no result comes for it any more."""
+        """Remove everything but the best model: no more results will come."""
         for folder in self._folders():
             self._remove(folder)
 
@@ -111,8 +111,8 @@ class BestModel:
         """Promote or remove every candidate whose evaluation is over, given all `results` of the run so far."""
         for note in self.candidates:
             own = [each for each in results if each.incarnation == note.incarnation]
-            # Of the results of one evaluation the first is over all data sets. One in which nothing was measured counts
-            # last: the final evaluation may be due at the same version.
+            # The first result of an evaluation is over all data sets. Failed ones sort last: the final evaluation may
+            # be due at the same version.
             same = [each for each in own if each.due_version == note.due_version]
             same.sort(key=lambda each: each.success_rate is None)
             if same:
@@ -143,7 +143,7 @@ class BestModel:
             return f"its evaluation has no metric {self._metric}"
         best = self.best
         old = None if best is None else self._value_of_best(best, result, results)
-        # Of equal values the one measured over fewer versions counts more.
+        # Of equal values, the one measured over fewer versions wins.
         if best is None or old is None or (value, -_num_later(result)) > (old, -_num_later(best)):
             return None
         return f"{self._metric} {value:g}, version {best.version} has {old:g}"
@@ -156,9 +156,9 @@ class BestModel:
     def _value_of_best(
         self, best: EvaluatedVersion, result: EvaluationResult, results: Sequence[EvaluationResult]
     ) -> float | None:
-        """None: it was measured on other problems (the configuration changed) and cannot be compared."""
+        """None if it was measured on other problems (the configuration changed)."""
         names = {best.dataset_name, result.dataset_name}
-        # The name changes for the same problems too: failed rollouts do not say one that others do, and two are "all".
+        # The same problems may have another name: failed rollouts state none, and several data sets are "all".
         if len(names) > 1 and not (_ALL in names and best.num_rollouts == result.num_rollouts):
             return None
         if best.metric == self._metric:
@@ -196,8 +196,8 @@ class BestModel:
             remove_folder(old)
 
     def _remove(self, folder: Path) -> bool:
-        """Remove `folder`, unless it is the best one: on several nodes trainer and launcher may both settle the last
-        results, and what one has just kept is no better than the best one for the other."""
+        """Remove `folder` unless it is the best one: on several nodes trainer and launcher may both settle the last
+        results."""
         if folder == self._best_folder():
             return False
         remove_folder(folder)
@@ -213,7 +213,7 @@ class BestModel:
 
 
 def best_model_of(config: RunConfig, run_dir: RunDir) -> BestModel | None:
-    """The best model of a run; None: the configuration does not ask for one."""
+    """The best model of a run; None if not configured."""
     metric = config.finetune.keep_best
     return None if metric is None else BestModel(run_dir.finetune, metric, config.actor.max_failure_rate)
 
@@ -225,7 +225,7 @@ class BestKeeper:
     Args:
         schedule: that of the actor.
         best: used on rank 0 alone.
-        results: what the actor writes about evaluations, from the first one on; None on other ranks.
+        results: all evaluation results of the actor; None on other ranks.
     """
 
     ranks: Ranks
@@ -239,9 +239,9 @@ class BestKeeper:
     _known: list[EvaluationResult] = field(default_factory=list, init=False)
 
     def begin(self, version: int) -> None:
-        """Settle what earlier starts left. Before `version` reaches the servers, as the actor evaluates then.
+        """Settle what earlier starts left, before `version` reaches the servers and the actor evaluates.
 
-        As the actor does: without any evaluation so far, one is made of the first version.
+        If there is no evaluation so far, the actor evaluates the first version.
         """
         made = -1
         if self.ranks.is_first:
@@ -267,7 +267,7 @@ class BestKeeper:
                 self._settle()
 
     def offer_final(self, version: int, ready: Path) -> None:
-        """The final evaluation, which the trainer does not live to see, will measure `version`, exported at `ready`."""
+        """Keep `version`, exported at `ready`, for the final evaluation, which takes place after the trainer's end."""
         if not self.ranks.is_first:
             return
         self._settle()
@@ -301,7 +301,7 @@ class BestKeeper:
                 (partial / NOTE).write_bytes(_note_text(note))
                 finish_folder(final)
         except Exception as error:
-            # Tokenizers report a full disk as a plain Exception with the words of the operating system.
+            # Tokenizers report a full disk as a plain Exception with the system's message.
             if not isinstance(error, OSError) and "os error" not in str(error):
                 raise
             logger.warning(
@@ -321,7 +321,7 @@ def _link_or_copy(source: str, target: str) -> None:
 
 
 def _num_later(measured: EvaluationResult | EvaluatedVersion) -> int:
-    """How many versions after the first one had a part in an evaluation."""
+    """Number of versions after the first one in an evaluation."""
     return (measured.max_version or 0) - (measured.min_version or 0)
 
 
@@ -330,12 +330,12 @@ def _note_text(note: EvaluatedVersion) -> bytes:
 
 
 def write_note(folder: Path, note: EvaluatedVersion) -> None:
-    """Replace `evaluation.json` in one step. Raises OSError if the disk does not take it."""
+    """Replace `evaluation.json` atomically. Raises OSError."""
     replace_file(folder / NOTE, _note_text(note), durable=True)
 
 
 def _read(folder: Path) -> EvaluatedVersion | None:
-    """None: there is no whole export."""
+    """None: no complete export."""
     try:
         return msgspec.json.decode((folder / NOTE).read_bytes(), type=EvaluatedVersion)
     except (OSError, msgspec.DecodeError):

@@ -1,4 +1,4 @@
-"""Training states on disk: `finetune/training_state/<step>/`, complete or absent, verified when read.
+"""Training states on disk (`finetune/training_state/<step>/`): complete or absent, verified when read.
 
 All ranks save and restore together; each writes its own shard.
 """
@@ -35,9 +35,9 @@ MANIFEST = "state.json"
 class TrainerState(msgspec.Struct, frozen=True, kw_only=True):
     """State after optimizer step `step`; step 0 is the initial model.
 
-    `data_offset` is the next record of stream `training_data`; `actor_offset` the offset in stream `actor` after which
-    no group was unsettled when the last trained batch was made; `epochs_done` are passes over the problems. Weights,
-    optimizer and offsets are saved as one unit. `is_over`: the passes have nothing more to train; it is never saved.
+    `data_offset` is the next record of stream `training_data`; `actor_offset` is where stream `actor` had to be resumed
+    when the last trained batch was made; `epochs_done` are passes over the problems. Weights, optimizer and offsets are
+    saved as one unit. `is_over`: nothing is left to train; it is never saved.
     `entropy_control`: None before the first step, and without `finetune.rl.target_entropy`.
     """
 
@@ -67,8 +67,7 @@ class TrainerState(msgspec.Struct, frozen=True, kw_only=True):
     def is_complete(self, config: FinetuneConfig, update_interval: int) -> bool:
         """Whether training ends here: with the last step, or when the passes over the problems are done.
 
-        The latter counts where weights are sent, every `update_interval` steps: a round of generate-then-train is not
-        cut off in the middle.
+        The latter counts where weights are sent, every `update_interval` steps, so that rounds are completed.
         """
         if self.step >= config.last_step or self.is_over:
             return True
@@ -77,7 +76,7 @@ class TrainerState(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Manifest(msgspec.Struct, frozen=True, kw_only=True):
-    """Content of `state.json`: written last, so that it vouches for every other file."""
+    """Content of `state.json`, written last: it vouches for all other files."""
 
     state: TrainerState
     world_size: int
@@ -105,13 +104,13 @@ class CheckpointStore:
         self._keep_steps = keep_steps
 
     def save(self, state: TrainerState, backend: Backend) -> TrainerState | None:
-        """Write the state of all ranks and make it visible at once.
+        """Write the state of all ranks and publish it atomically.
 
         Returns:
-            On rank 0 the state before it, if there is one: no resume goes further back.
+            On rank 0 the previous state, if any: no resume goes further back.
 
         Raises:
-            OSError: the disk does not take it.
+            OSError: it cannot be written.
         """
         final, before = self._root / str(state.step), None
         if self._ranks.is_first:
@@ -132,7 +131,7 @@ class CheckpointStore:
         return before
 
     def restore(self, backend: Backend) -> TrainerState | None:
-        """Load the newest complete state into `backend`; None if there is none at all.
+        """Load the newest complete state into `backend`; None if there is none.
 
         Raises:
             UserError: states exist but none is complete.
@@ -145,13 +144,13 @@ class CheckpointStore:
         manifest = found or decode_manifest(folder)
         backend.load(folder)
         rng = folder / _rng_name(self._ranks)
-        # More ranks than before: the new ones draw what the first one draws.
+        # More ranks than before: new ones continue with the first one's random state.
         _read_rng(rng if rng.exists() else folder / _rng_name(Ranks()), self._ranks.device)
         logger.info("resumed from %s: step %d", folder, step)
         return manifest.state
 
     def _prune(self) -> None:
-        """Remove old states and leftovers. What cannot be removed is left: never a reason to stop training."""
+        """Remove old states and leftovers. What cannot be removed is left."""
         newest = _steps(self._root)
         old = [] if self._keep_last is None else newest[self._keep_last :]
         old = [step for step in old if step not in self._keep_steps]
@@ -162,10 +161,10 @@ class CheckpointStore:
 
 
 def newest_complete(root: Path) -> Manifest | None:
-    """Manifest of the newest training state whose files are all intact; None if there is no state at all.
+    """Manifest of the newest training state whose files are intact; None if there are no states.
 
     Raises:
-        UserError: there are states, but every one is damaged.
+        UserError: all states are damaged.
     """
     faults = []
     for step in _steps(root):
@@ -194,7 +193,7 @@ def read_manifest(folder: Path) -> Manifest:
 
 
 def decode_manifest(folder: Path) -> Manifest:
-    """Manifest of `folder` as it is; its files are not looked at."""
+    """Manifest of `folder`, without checking its files."""
     try:
         return msgspec.json.decode((folder / MANIFEST).read_bytes(), type=Manifest)
     except msgspec.DecodeError as error:

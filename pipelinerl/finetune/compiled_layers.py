@@ -1,10 +1,9 @@
-"""Compiles the decoder layers of a policy (`torch.compile`), so that casts, norms, rotations and activations are a
-few kernels of a layer instead of a hundred.
+"""Compiles the decoder layers of a policy (`torch.compile`): a few kernels per layer instead of a hundred.
 
-Called by `load_policy`. All layers share one graph, whatever the tokens and samples of a micro-batch are. It is tried
-first: log-probs and gradients must be those of the layers as they were, up to rounding; otherwise they stay that way.
-Passes without gradients (probes, the reference model) are not compiled: they would need a graph of their own
-(`PolicyModel.products`). `TORCH_COMPILE_DISABLE=1` in the environment turns it off.
+All layers share one graph for all micro-batches. It is verified first: log-probs and gradients must match those of the
+uncompiled layers up to rounding, otherwise the layers stay uncompiled. Passes without gradients (probes, the reference
+model) are not compiled, as they would need another graph (`PolicyModel.products`). `TORCH_COMPILE_DISABLE=1` in the
+environment turns it off.
 """
 
 from __future__ import annotations
@@ -26,10 +25,10 @@ from pipelinerl.finetune.policy import PolicyModel, decoder_layers
 
 logger = logging.getLogger(__name__)
 
-#: Tokens of the trial: kernels are chosen for the sizes that they see first. Shares of its samples, all different.
+#: Tokens of the trial (kernels are tuned for the first sizes that they see), and shares of its samples.
 _TRIAL_TOKENS, _TRIAL_SHARES = 4096, (0.4, 0.25, 0.2, 0.15)
-#: Else micro-batches of other sizes would ask for graphs of their own: whether to pad matrices (sizes of models need no
-#: padding), and whether to sum over rows and columns in one kernel, would be decided by the number of tokens.
+#: Otherwise micro-batches of other sizes would need graphs of their own: padding of matrices (models need none) and
+#: reduction over rows and columns in one kernel would depend on the number of tokens.
 _OPTIONS = {"shape_padding": False, "triton.mix_order_reduction_non_strict_mode": True}
 #: Mean |log-prob difference|, and difference of gradients in relation to their norm. bf16 alone makes 0.02 to 0.03
 #: nats and 0.02 (135M and 0.5B).
@@ -38,15 +37,15 @@ _VALUES_OF_A_GRADIENT = 1024
 
 
 def can_compile(policy: PolicyModel, config: RunConfig) -> bool:
-    """Whether layers of this kind are known to gain: dense ones on a GPU with one kernel for attention, whole on every
-    rank, with packed samples."""
+    """Whether such layers are known to gain: dense, unsharded, with packed samples and one attention kernel on a
+    GPU."""
     is_whole = config.backend.type == "plain" and config.finetune.seq_packing
     is_dense = next(own_experts_parameters(policy.language_model), None) is None
     return policy.attention == VARLEN_ATTENTION and is_whole and is_dense and bool(decoder_layers(policy))
 
 
 def compile_layers(policy: PolicyModel, pack_tokens: int, backend: str | Callable[..., Any] = "inductor") -> None:
-    """Compile the decoder layers of `policy` in place; if that does not pass the trial, they stay as they were.
+    """Compile the decoder layers of `policy` in place, unless the trial fails.
 
     Args:
         policy: on its device; its gradients are dropped.
@@ -69,7 +68,7 @@ def compile_layers(policy: PolicyModel, pack_tokens: int, backend: str | Callabl
         fault = _fault(*differences)
         if counters["graph_break"].total() > breaks:
             fault = "they are not one graph"
-    # What torch raises for code that it cannot compile, and what a missing or broken C compiler makes of it.
+    # Raised by torch for code that it cannot compile, and for a missing or broken C compiler.
     except (RuntimeError, TypeError, AttributeError, ImportError, OSError, subprocess.SubprocessError) as error:
         fault = f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"
     policy.zero_grad(set_to_none=True)
@@ -103,7 +102,7 @@ def _differences(
 
 
 def _fault(difference: float, relative: float) -> str | None:
-    # Not the other way round: NaN is a fault.
+    # NaN must be a fault.
     if difference <= _LOGPROB_TOLERANCE and relative <= _GRADIENT_TOLERANCE:
         return None
     return f"log-probs change by {difference:.2g}, gradients by {relative:.2g} of their norm"

@@ -1,8 +1,8 @@
-"""The wait for the next batch, and everything else that can end it: SIGTERM, a server without weights, the last pass,
-an evaluation that reached the target.
+"""The wait for the next batch and what else ends it: SIGTERM, a server without weights, the last pass, an evaluation
+that reached the target.
 
-All ranks read the same records. Rank 0 waits for the preprocessor and the other ranks wait for rank 0, so every rank
-reaches the same decision at the same step.
+All ranks read the same records. Rank 0 waits for the preprocessor and the others wait for rank 0, so all ranks decide
+the same at the same step.
 """
 
 from __future__ import annotations
@@ -45,8 +45,7 @@ class StopRequest:
 def stop_on_sigterm(request: StopRequest, wake: Callable[[], None]) -> Iterator[None]:
     """Set `request` and call `wake` when SIGTERM arrives. Does nothing outside the main thread.
 
-    The handler only writes a byte into a pipe and a thread does the rest: `wake` takes locks, which a signal handler
-    must not.
+    The handler only writes a byte into a pipe; a thread does the rest, because `wake` takes locks.
     """
     if threading.current_thread() is not threading.main_thread():
         yield
@@ -72,10 +71,10 @@ def stop_on_sigterm(request: StopRequest, wake: Callable[[], None]) -> Iterator[
 
 
 class PassesEnd:
-    """Follows the stream `passes` in a thread: after which step the passes over the problems leave nothing to train.
+    """Follows the stream `passes` in a thread: the step after which the passes leave nothing to train.
 
     Args:
-        max_epochs: of this start. Records of a start with fewer passes are ignored.
+        max_epochs: of this start. Records for fewer passes are ignored.
         wake: called when a record arrives or the thread fails.
     """
 
@@ -102,9 +101,9 @@ class PassesEnd:
 class TargetReached:
     """Follows the stream `evaluation` in a thread: whether an evaluation had the success rate that ends training.
 
-    Those of earlier starts count, once the version that they measured is trained: a run that reached its target is
-    complete, but one that resumes before that version takes the steps up to it again. They are the same steps, so the
-    actor does not repeat the evaluation either.
+    Evaluations of earlier starts count once their version is trained: a run that reached its target is complete, but
+    one that resumes from before that version repeats the steps up to it. They are the same steps, so the actor does not
+    repeat the evaluation.
 
     Args:
         target: `finetune.stop_at_success`.
@@ -132,7 +131,7 @@ class TargetReached:
         evaluation = (result.incarnation, result.due_version, result.is_final)
         is_first, self._last = evaluation != self._last, evaluation
         if is_first and result.success_rate is not None and result.success_rate >= self._target:
-            # As for the best model, it is the version that the evaluation began with.
+            # The version that the evaluation began with, as for the best model.
             known = self._first_version
             self._first_version = result.min_version if known is None else min(known, result.min_version)
             self._wake()
@@ -151,8 +150,7 @@ class _News(enum.IntEnum):
 class DataFeed:
     """Batches in the order of their steps.
 
-    After a restart the batches after the checkpoint are read and trained again as they are: the stream holds one batch
-    for every step.
+    The stream holds one batch per step; after a restart those after the checkpoint are trained again unchanged.
 
     Args:
         reader: stream `training_data`, opened at the offset of the checkpoint.
@@ -174,7 +172,7 @@ class DataFeed:
         passes: PassesEnd | None = None,
         target: TargetReached | None = None,
     ) -> None:
-        #: Whether `next` returned no batch because none follows or is wanted; the same on all ranks.
+        #: Whether training is over, the same on all ranks: no batch follows, or the target is reached.
         self.is_over = False
         self._reader = reader
         self._heartbeat = heartbeat
@@ -196,7 +194,7 @@ class DataFeed:
 
         Args:
             step: the step that the batch must be of.
-            serve: called on every rank with version step - 1 while a server needs weights and there is no batch.
+            serve: called on all ranks with version step - 1 if a server needs weights while there is no batch.
 
         Raises:
             WorkerError: no batch came in time.
@@ -225,7 +223,7 @@ class DataFeed:
         return batch
 
     def _wait(self, step: int) -> _News:
-        """Wait for the next batch, which is kept, or for something else to do."""
+        """Wait for the next batch, which is kept, or another event."""
         end = time.monotonic() + self._timeout_s
         while True:
             if self._stop.requested:
@@ -235,7 +233,7 @@ class DataFeed:
             if self._target is not None and self._target.is_reached(step - 1):
                 return _News.OVER
             if self._passes is not None and self._passes.is_after(step - 1):
-                # This record is written after the last batch, so that batch is here if there is one.
+                # Written after the last batch, so that batch is readable if there is one.
                 return _News.BATCH if self._fetch(0) else _News.OVER
             left_s = end - time.monotonic()
             if left_s <= 0:

@@ -1,8 +1,7 @@
-"""Experts of a mixture are multiplied in the dtype of autocast, as linear layers are.
+"""Makes experts of a mixture follow autocast, as linear layers do.
 
-PyTorch's grouped products are not known to autocast: next to fp32 parameters they multiply in fp32, where GPUs have no
-grouped kernel and are slow, and where servers multiply in 16 bits. Called when the model is loaded; registered with
-transformers as one more implementation of experts, which takes the place of its grouped one.
+Autocast does not cover PyTorch's grouped products: with fp32 parameters they multiply in fp32, for which GPUs have no
+grouped kernel, while servers multiply in 16 bits. Registered with transformers in place of its grouped implementation.
 """
 
 from __future__ import annotations
@@ -19,23 +18,23 @@ _GROUPED = "grouped_mm"
 
 
 def use_own_experts(model: PreTrainedModel) -> None:
-    """Let the experts of `model` follow autocast, where transformers would take its grouped products. Others stay."""
+    """Let the experts of `model` follow autocast where transformers would use its grouped products."""
     ALL_EXPERTS_FUNCTIONS.register(OWN_EXPERTS, _experts_forward)
     if model.config._experts_implementation == _GROUPED:
         model.set_experts_implementation(OWN_EXPERTS)
 
 
 def own_experts_parameters(model: torch.nn.Module) -> Iterator[torch.nn.Parameter]:
-    """Parameters of experts that follow autocast: like matrices of linear layers they are rounded by their products."""
+    """Parameters of experts that follow autocast: like those of linear layers, their products round them."""
     for module in model.modules():
-        # The attribute is the mark of transformers' decorator, without which a layer is never dispatched.
+        # Transformers' decorator sets this attribute; other layers are never dispatched.
         config = getattr(module, "config", None) if hasattr(module, "_is_expert_parallel") else None
         if config is not None and config._experts_implementation == OWN_EXPERTS:
             yield from module.parameters(recurse=False)
 
 
 class _Narrow:
-    """A layer of experts whose parameters are read in `dtype`; their gradients arrive in their own."""
+    """A layer of experts whose parameters are read in `dtype`; gradients have the parameters' own."""
 
     def __init__(self, experts: torch.nn.Module, dtype: torch.dtype) -> None:
         self._experts = experts

@@ -1,4 +1,4 @@
-"""The trainer's loop: fetch a batch, take a step, update the servers, report, save. Every rank runs it.
+"""The trainer's loop: fetch a batch, take a step, update the servers, report, save. All ranks run it.
 
 What a rank waits for, and what wakes it:
 
@@ -78,7 +78,7 @@ MIN_ON_POLICY_TOKENS = 256
 
 
 def run_trainer(context: RoleContext, environ: Mapping[str, str]) -> TrainerState:
-    """Train to the end, or until SIGTERM; returns the state that was reached.
+    """Train to the end or until SIGTERM; returns the final state.
 
     Waits for the other ranks (process group) and, on rank 0, for the servers to come up.
     """
@@ -96,7 +96,7 @@ def run_trainer(context: RoleContext, environ: Mapping[str, str]) -> TrainerStat
 
 
 def rendezvous_file(context: RoleContext) -> Path | None:
-    """File through which the ranks of one machine find each other in this start of the run; None: several machines."""
+    """File through which the ranks of one machine find each other in this start; None with several machines."""
     if context.world.world_size > 1:
         return None
     return context.run_dir.finetune / f".ranks-{context.run_id}-{context.incarnation}"
@@ -194,7 +194,7 @@ class Trainer:
     def run(self) -> TrainerState:
         """Train to the last step; returns when the final weights are delivered and saved.
 
-        Asked to stop, it returns after the present step with a training state saved.
+        When asked to stop, it saves a training state after the current step and returns.
         """
         self._begin()
         self._saved_at = monotonic()
@@ -206,7 +206,7 @@ class Trainer:
                 if not self._deliver_rest():
                     return self._stop(saved_step)
                 break
-            # `agreed` waits for ranks that got their data later.
+            # `agreed` also waits for the other ranks.
             if batch is None or self.stop.agreed():
                 return self._stop(saved_step)
             fetched = perf_counter()
@@ -258,7 +258,7 @@ class Trainer:
     def _train(self, batch: TrainingBatch) -> StepResult:
         result = self.steps.run(batch, self.state.entropy_control)
         if result.skipped:
-            # The trainer's own numbers (those of servers are checked on arrival): this step changed nothing.
+            # Not the servers' fault: their numbers are checked on arrival. The step changed nothing.
             logger.warning("step %d: the gradient is not finite; the weights stay as they are", batch.step)
         elif self.weights is not None and samples_everything(self.context.config.llm.parameters):
             check_on_policy(result.metrics, batch.step)
@@ -266,7 +266,7 @@ class Trainer:
         return result
 
     def _keep(self) -> bool:
-        """Save what stays of a step that is not the last one; returns whether its training state was saved."""
+        """Save what is due after a step that is not the last; returns whether its training state was saved."""
         step = self.state.step
         is_saved = step % self.config.save_checkpoint_steps == 0 or step in self.config.also_save_steps
         is_saved = is_saved or self._minutes_are_over()
@@ -276,7 +276,7 @@ class Trainer:
         return is_saved
 
     def _minutes_are_over(self) -> bool:
-        """Whether the last checkpoint is `save_checkpoint_minutes` old, by the clock of rank 0."""
+        """Whether the last checkpoint is `save_checkpoint_minutes` old on rank 0."""
         minutes = self.config.save_checkpoint_minutes
         if minutes is None:
             return False
@@ -287,7 +287,7 @@ class Trainer:
             self.reporter.step_ending(step)
 
     def _deliver_rest(self) -> bool:
-        """No batch follows: send what was not sent yet. False: asked to stop meanwhile."""
+        """No batch follows: send weights that were not sent yet. False: asked to stop meanwhile."""
         step = self.state.step
         logger.info("the passes or the success rate that end training are reached: step %d was the last one", step)
         if not self.context.config.sends_weights or update_is_due(self.context.config, step):
@@ -310,7 +310,7 @@ class Trainer:
     def _deliver(self, probe_tokens: list[list[int]], is_last: bool = False) -> None:
         if self.weights is None:
             return
-        # Some server must have the final weights: one that is being restarted is waited for.
+        # Some server must get the final weights: wait for one that is restarting.
         deadline_s = self._delivery_deadline_s + (self.weights.return_timeout_s if is_last else 0.0)
         with self.heartbeat.waiting("servers to load the weights", deadline_s=deadline_s):
             delivery = self.weights.send(self.state.step, probe_tokens, required=is_last)
@@ -379,7 +379,7 @@ class Trainer:
         return Reporter(messages, fates, metrics, self.context.incarnation)
 
     def _open_ratios(self, stack: ExitStack) -> RatioRecorder | None:
-        """None: not asked for, the records would stay where there is no room for them, or the stream refuses."""
+        """None if not requested, if the stream cannot be opened, or if records would not be kept on disk."""
         streams = self.context.config.streams
         if not self.config.record_token_ratios or streams.backend != "files" or streams.retention != "all":
             return None
@@ -393,7 +393,7 @@ class Trainer:
         return recorder
 
     def _best_keeper(self, stack: ExitStack) -> BestKeeper | None:
-        """Keeps the best model by evaluation; None if not asked for, or if nothing new is ever evaluated."""
+        """Keeps the best model by evaluation; None if not requested, or if no new version is ever evaluated."""
         context = self.context
         best = best_model_of(context.config, context.run_dir)
         if best is None or not self.has_servers or not context.config.sends_weights:
@@ -413,25 +413,25 @@ class Trainer:
 
 
 def samples_everything(parameters: LLMParameters) -> bool:
-    """Whether servers sample from the whole distribution, which is what the trainer's log-probs are of.
+    """Whether servers sample from the whole distribution, as the trainer's log-probs assume.
 
-    `min_tokens` removes the end tokens from it: where the model would end its answer, the log-probs differ by far more
-    than rounding although no server is at fault.
+    `min_tokens` masks the end tokens: where the model would end its answer, the log-probs differ by far more than
+    rounding, without any fault.
     """
     return parameters.min_tokens == 0
 
 
 def check_on_policy(metrics: Mapping[str, float], step: int) -> None:
-    """Compare trainer and servers on the tokens that the weights in training sampled themselves.
+    """Compare trainer and servers on tokens that the weights in training sampled.
 
-    The probe asks a server for one sequence at a time. A server may be right then and wrong under load (a kernel, or
-    CUDA graphs, that fail for large batches); this check sees it at the next step. `metrics` are the same on all ranks.
+    The probe sends one sequence at a time. A server that is right then but wrong under load (kernels or CUDA graphs
+    that fail for large batches) is detected here, at the next step. `metrics` are the same on all ranks.
 
     Raises:
         WeightSyncError: the mean gap is larger than rounding explains.
     """
     tokens, difference = metrics.get(ON_POLICY_TOKENS, 0.0), metrics.get(ON_POLICY_DIFF, 0.0)
-    # Written so that NaN is refused.
+    # NaN must fail.
     if tokens < MIN_ON_POLICY_TOKENS or difference <= MAX_ON_POLICY_DIFF:
         return
     raise WeightSyncError(

@@ -1,8 +1,8 @@
 """One trainer rank: `python -m pipelinerl.finetune.main --run-dir DIR --job finetune_0`.
 
-Started by the launcher with RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and MASTER_PORT set. Exit 0 means that training
-is complete: the final weights are with the servers and in `finetune/current`. SIGTERM makes it save a training state
-after the present step and end with exit code 143.
+Started by the launcher with RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and MASTER_PORT set. Exit code 0 means that
+training is complete: the servers and `finetune/current` have the final weights. On SIGTERM it saves a training state
+after the current step and exits with 143.
 """
 
 from __future__ import annotations
@@ -30,11 +30,10 @@ def main(context: RoleContext) -> None:
 
 
 def end_process(code: int) -> NoReturn:
-    """End a process that has or had a gloo group, with everything printed so far, and without an interpreter's end.
+    """Flush all output and end a process that has or had a gloo group, without finalizing the interpreter.
 
-    torch (seen with 2.13) frees DDP's reducer with the interpreter's lock held. If that frees the group too, its
-    threads are joined meanwhile, and one of them may just be dropping the tensors of the last collective, for which it
-    needs that lock: then the process hangs forever.
+    torch (seen with 2.13) frees DDP's reducer while holding the interpreter's lock. If that frees the group too, its
+    threads are joined, and one of them may need that lock to drop the tensors of the last collective: a deadlock.
     """
     logging.shutdown()
     sys.stdout.flush()

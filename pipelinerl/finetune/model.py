@@ -1,7 +1,7 @@
-"""Loads the model to train, picks its attention, and loads the frozen reference model of the KL term.
+"""Loads the model to train, selects its attention, and loads the frozen reference model of the KL term.
 
-A model family whose samples change beside others is found by trying it (`model_check.py`), not by its name; with
-`finetune.seq_packing` it is refused with the reason.
+Models whose samples influence each other are detected by a trial (`model_check.py`), not by name; with
+`finetune.seq_packing` they are rejected with the reason.
 """
 
 from __future__ import annotations
@@ -52,20 +52,19 @@ from pipelinerl.rl.microbatch import MicroBatch
 logger = logging.getLogger(__name__)
 
 _TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 0.2}
-#: What a deep or wide model may differ by in bf16, if rounding alone does so to its plain logits.
+#: Largest difference of a deep or wide model in bf16, if rounding alone changes its plain logits that much.
 _MOST_ROUNDING = 0.5
-# Far beyond what rounding to 10 bits does, far below what rounded positions do.
+# Far above the effect of rounding to 10 bits, far below that of rounded positions.
 _TF32_TOLERANCE = 0.1
-#: Attributes of mixtures of experts by which they disturb their inputs, in training mode alone. Not
-#: `router_jitter_noise`, which may be a threshold of the routing itself.
+#: Attributes of mixtures of experts that add noise to their inputs in training mode. Not `router_jitter_noise`, which
+#: may be a threshold of the routing itself.
 _NOISES = ("jitter_noise", "input_jitter_noise", "moe_jitter_eps")
 #: Rotary embeddings that choose their frequencies by the longest position of a row.
 _ROW_ROPES = ("longrope", "dynamic")
 
 
 def compute_dtype(config: RunConfig, device: torch.device) -> torch.dtype:
-    """Dtype of the matrix products: `finetune.dtype`, or fp32 on a CPU and bf16 on a GPU (`auto`). TF32 is a way to
-    multiply fp32 values."""
+    """Dtype of matrix products: `finetune.dtype`, or (`auto`) fp32 on a CPU and bf16 on a GPU. TF32 counts as fp32."""
     wanted = config.finetune.dtype
     if wanted == "auto":
         wanted = "bf16" if device.type == "cuda" else "fp32"
@@ -75,11 +74,11 @@ def compute_dtype(config: RunConfig, device: torch.device) -> torch.dtype:
 def load_policy(config: RunConfig, device: torch.device, ranks: Ranks | None = None) -> PolicyModel:
     """Load `model_path` as a policy with fp32 parameters on `device`.
 
-    Several `ranks` whose backend shards the weights get a part each (`sharded_model.py`). They agree on every verdict:
-    all take the same attention, or all raise.
+    With a sharding backend each of several `ranks` gets a part (`sharded_model.py`). All ranks select the same
+    attention, or all raise.
 
     Raises:
-        ConfigError: there is no such model, or it cannot be trained as configured.
+        ConfigError: the model does not exist or cannot be trained as configured.
     """
     settings = config.finetune
     path = config.model_path
@@ -88,7 +87,7 @@ def load_policy(config: RunConfig, device: torch.device, ranks: Ranks | None = N
     served_length = config.vllm_config.number("max-model-len")
     register_own_attention()
     in_parts = ranks.world_size > 1 and shards_weights(config)
-    # FSDP gathers the parameters of a layer as one, so they have one dtype; both cast by themselves.
+    # FSDP gathers the parameters of a layer together, so they need one dtype.
     one_dtype = config.backend.type == "fsdp" or in_parts
     is_narrow = settings.lora.enabled and settings.lora.bias == "none" and not one_dtype
     reasons: list[str] = []
@@ -103,14 +102,14 @@ def load_policy(config: RunConfig, device: torch.device, ranks: Ranks | None = N
             with loaded_in_parts(ranks) if in_parts else nullcontext():
                 language_model = load_language_model(path, attention, settings.trust_remote_code, served_length)
         except (ImportError, ValueError, KeyError) as error:
-            # Old families look their attention up in a table of their own.
+            # Old models look up their attention in a table of their own.
             reason = _first_sentence(error)
         if (reason := ranks.first_fault(reason)) is not None:
             reasons.append(f"{attention}: {reason}")
             continue
         refuse_positions_beyond_dynamic(language_model.config.get_text_config(), served_length)
         if is_narrow:
-            # Before it is on the device, where it need not have room in fp32.
+            # Before it is on the device, which may lack room for it in fp32.
             keep_products_exact(language_model.requires_grad_(False), dtype)
         policy = PolicyModel(
             language_model,
@@ -132,7 +131,7 @@ def load_policy(config: RunConfig, device: torch.device, ranks: Ranks | None = N
         if reason:
             reasons.append(f"{attention}: {reason}")
             logger.warning("attention %s is not used: %s", attention, reason)
-            # Or the next one would be loaded beside it.
+            # Free it before the next one is loaded.
             del policy, language_model
             gc.collect()
             continue
@@ -159,14 +158,14 @@ def load_policy(config: RunConfig, device: torch.device, ranks: Ranks | None = N
 
 
 def _first_sentence(error: Exception) -> str:
-    """What transformers says of an attention that a family has not, without its advice."""
+    """Transformers' message about an unsupported attention, without its advice."""
     if isinstance(error, KeyError):
         return f"the family does not support {error}"
     return str(error).partition(" yet. Please")[0].partition("\n")[0]
 
 
 def cure(policy: PolicyModel, config: RunConfig, ranks: Ranks) -> tuple[str, Any, str] | None:
-    """Key, its value and what to do, if another way to put samples together helps a model that has a fault."""
+    """Key, value and remedy, if another way to batch samples avoids the fault of a model."""
     settings = config.finetune
     if settings.seq_packing and find_fault(policy, False, settings.train_batch_size, ranks) is None:
         return "finetune.seq_packing", True, "Set finetune.seq_packing=false for this model."
@@ -229,10 +228,10 @@ def load_language_model(
 
 
 def leave_computed_buffers(model: torch.nn.Module, missing: Collection[str]) -> None:
-    """Take buffers that the checkpoint lacks for no part of it: servers compute them too, and do not know them by name.
+    """Mark buffers that the checkpoint lacks as not persistent: servers compute them too, and do not know their names.
 
     Args:
-        missing: names that the checkpoint lacks. Parameters among them stay, and are refused when names are compared.
+        missing: names that the checkpoint lacks. Parameters among them are rejected when names are compared.
     """
     computed = sorted(name for name, _ in model.named_buffers() if name in missing)
     for name in computed:
@@ -243,8 +242,7 @@ def leave_computed_buffers(model: torch.nn.Module, missing: Collection[str]) -> 
 
 
 def remove_dropout(model: torch.nn.Module) -> None:
-    """Set every dropout, and noise on what routers see, to 0: the ratio of new to old log-probs must come from the
-    weights alone."""
+    """Disable dropout and router noise: the ratio of new to old log-probs must come from the weights alone."""
     for module in model.modules():
         if isinstance(module, _DropoutNd):
             module.p = 0.0
@@ -255,14 +253,14 @@ def remove_dropout(model: torch.nn.Module) -> None:
 
 
 def fix_frequencies(model: torch.nn.Module, served_length: int | None) -> None:
-    """Give rotary embeddings that would choose their frequencies by the longest position of a row those of the servers.
+    """Fix rotary frequencies that depend on the longest position of a row to those of the servers.
 
-    A sample would depend on its neighbors in the row, and on no server on its length: vLLM (0.32) takes the long
-    factors of `longrope` if its `max_model_len` is beyond the original length, and for `dynamic` the frequencies of
-    `max_position_embeddings`, with which transformers starts.
+    Otherwise a sample would depend on its neighbors in the row. vLLM (0.32) uses the long factors of `longrope` if its
+    `max_model_len` exceeds the original length, and for `dynamic` the frequencies of `max_position_embeddings`, with
+    which transformers starts.
 
     Args:
-        served_length: `max_model_len` of the servers; None: vLLM's default, the original length if the model states it.
+        served_length: `max_model_len` of the servers; None: vLLM's default, the original length if stated.
     """
     for module in model.modules():
         types: Any = getattr(module, "rope_type", None)
@@ -276,7 +274,7 @@ def fix_frequencies(model: torch.nn.Module, served_length: int | None) -> None:
                 length = served_length or default
                 fixed, _ = ROPE_INIT_FUNCTIONS[rope_type](settings, buffer.device, length, layer_type=layer_type)
                 buffer.copy_(fixed)
-            # A type that transformers leaves alone.
+            # A type that transformers does not recompute.
             if layer_type is None:
                 setattr(module, "rope_type", "fixed")  # noqa: B010 - no tensor
             else:
@@ -284,16 +282,13 @@ def fix_frequencies(model: torch.nn.Module, served_length: int | None) -> None:
 
 
 def refuse_positions_beyond_dynamic(config: Any, served_length: int | None) -> None:
-    """Refuse servers of a model with frequencies of type `dynamic` that accept more than its maximum.
+    """Reject servers that accept more than the maximum of a model with `dynamic` frequencies.
 
-    vLLM (0.32) multiplies the maximum by the factor, but has no frequencies there and reads other memory.
+    vLLM (0.32) multiplies the maximum by the factor, but has no frequencies there and reads out of bounds.
 
     Args:
         config: of the language model.
-        served_length: `max_model_len` of the servers; None: vLLM's default, which is too much.
-
-    Raises:
-        ConfigError: with the key.
+        served_length: `max_model_len` of the servers; None: vLLM's default, which is too large.
     """
     settings = getattr(config, "rope_parameters", None) or {}
     each = [value for value in settings.values() if isinstance(value, dict)] or [settings]
@@ -308,13 +303,13 @@ def refuse_positions_beyond_dynamic(config: Any, served_length: int | None) -> N
 
 
 def find_fault(policy: PolicyModel, packed: bool, rows: int = 1, ranks: Ranks | None = None) -> str | None:
-    """Why this model must not be trained with this attention; None if it may. The same on all `ranks`.
+    """Why this model cannot be trained with this attention; None if it can. The same on all `ranks`.
 
     Args:
-        policy: its `has_linear_head` is corrected on the way.
+        policy: its `has_linear_head` is corrected.
         packed: samples share a row.
         rows: padded rows of a micro-batch, if not `packed`.
-        ranks: all of them call it with their copy, or their parts within `whole_for_trial`.
+        ranks: all call it with their copy, or with their parts within `whole_for_trial`.
     """
     ranks = ranks or Ranks()
     wanted_dtype, wanted_tf32 = policy.compute_dtype, policy.tf32
@@ -367,12 +362,12 @@ def _tf32_fault(policy: PolicyModel, is_wanted: bool) -> str | None:
 
 
 class ReferenceModel:
-    """Log-probs under the frozen model, by the policy's own path: at the start the two agree exactly in fp32.
+    """Log-probs under the frozen model, computed as the policy's: initially the two agree exactly in fp32.
 
     Args:
-        model: a frozen copy, sharded or not, or the policy itself if it has adapters (they are switched off meanwhile).
+        model: a frozen copy, sharded or not, or the policy itself if it has adapters (which are disabled meanwhile).
         device: where micro-batches are computed.
-        offload: keep a copy that is not sharded in the memory of the CPU between steps.
+        offload: keep an unsharded copy in CPU memory between steps.
     """
 
     def __init__(self, model: PolicyModel, device: torch.device, offload: bool = False) -> None:
@@ -387,7 +382,7 @@ class ReferenceModel:
     def logprobs(self, micro_batches: Sequence[MicroBatch]) -> list[torch.Tensor]:
         """Log-probs of every micro-batch's targets at the sampling temperature: fp32, shape of the targets, on the CPU.
 
-        All micro-batches of a step in one go, so that an offloaded model travels once.
+        For all micro-batches of a step at once, so that an offloaded model is moved once.
         """
         frozen: AbstractContextManager[None] = nullcontext()
         if has_adapters(self._model):
@@ -397,7 +392,7 @@ class ReferenceModel:
         with frozen:
             found = [self._model(*self._model.placed(batch, self._device)).logprobs.cpu() for batch in micro_batches]
         if isinstance(self._model, FSDPModule):
-            # Without a backward pass nothing else would do it.
+            # Without a backward pass nothing else does.
             self._model.reshard()
         return found
 
@@ -405,12 +400,11 @@ class ReferenceModel:
 def load_reference(
     config: RunConfig, policy: PolicyModel, device: torch.device, has_servers: bool, ranks: Ranks | None = None
 ) -> ReferenceModel | None:
-    """The reference model that the configuration asks for; None if the trainer needs none of its own.
+    """The reference model of the configuration; None if the trainer needs none of its own.
 
-    It is the model of `model_path`, also after a resume, with the policy's attention; matrices are kept in the policy's
-    compute dtype. With adapters it is the policy without them, unless biases are trained too. Several `ranks` whose
-    backend shards the weights get a part of the reference each; all compute the same number of micro-batches.
-    `has_servers`: the world has servers of the reference model.
+    It is the model of `model_path`, also after a resume, with the policy's attention and matrices in its compute dtype.
+    With adapters it is the policy without them, unless biases are trained too. With a sharding backend each of several
+    `ranks` gets a part; all compute the same number of micro-batches. `has_servers`: the world has reference servers.
     """
     if not config.uses_local_reference(has_servers):
         return None
@@ -427,7 +421,7 @@ def load_reference(
     language_model.requires_grad_(False)
     keep_products_exact(language_model, policy.compute_dtype)
     if config.backend.type != "deepspeed":
-        # As the policy at the start: on a model that was saved in fp32 rounding changes something.
+        # Like the initial policy: rounding changes a model that was saved in fp32.
         rounded = parameters_to_round(
             language_model, policy.compute_dtype, policy.served_dtype, is_merged=sends_merged(policy)
         )
@@ -451,7 +445,7 @@ def load_reference(
 
 @contextmanager
 def _on_device(model: torch.nn.Module, device: torch.device) -> Iterator[None]:
-    """Copies of the tensors on `device` within, the originals after it: nothing changed, so nothing is copied back."""
+    """Within it the tensors are copies on `device`. The originals are restored without copying back."""
     tensors = [*model.parameters(), *model.buffers()]
     originals = [tensor.data for tensor in tensors]
     try:

@@ -1,8 +1,8 @@
-"""Tries a freshly loaded model on a few tokens: does it compute what its own head says, and does a sample have the
-log-probs beside others that it has alone?
+"""Trials of a freshly loaded model: does our path match its own head, and are the log-probs of a sample the same next
+to others as alone?
 
-Called by `load_policy` before training; costs a few forward passes over about 100 tokens. What a model should compute
-is asked of its eager attention, which honours everything that a family has (soft-capping, sinks, windows).
+A trial costs a few forward passes over about 100 tokens. The expected values come from eager attention, which supports
+everything that a model may have (soft-capping, sinks, windows).
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ from pipelinerl.rl.microbatch import PADDING_SEGMENT, MicroBatch, positions_of
 
 #: Beyond the chunks of linear attention (64 tokens) and `_WINDOW`.
 _LENGTHS = (70, 23, 9)
-#: Where a family computes something else: lengths, and the size of attention logits. While it is tried they are these
-#: at most, so that few tokens and weak attention show it.
+#: Attributes beyond which a model computes something else. During a trial they are at most these values, so that few
+#: tokens and weak attention show it.
 _WINDOW = 8
 _THRESHOLDS = {
     "sliding_window": _WINDOW,
@@ -37,7 +37,7 @@ _EAGER = "eager"
 
 @contextmanager
 def exact_attention(policy: PolicyModel) -> Iterator[None]:
-    """Within it the model attends in its plainest way, which exists in fp32; models without one stay as they are."""
+    """Within it the model uses eager attention, which exists in fp32; models without it are unchanged."""
     model, before = policy.language_model, policy.attention
     try:
         model.set_attn_implementation(_EAGER)
@@ -52,7 +52,7 @@ def exact_attention(policy: PolicyModel) -> Iterator[None]:
 
 @contextmanager
 def low_thresholds(policy: PolicyModel) -> Iterator[None]:
-    """Within it windows and chunks of the model are short, and caps of attention logits low."""
+    """Within it windows and chunks of the model are short and caps of attention logits low."""
     config = policy.language_model.config.get_text_config()
     before = [
         (owner, name, value)
@@ -71,7 +71,7 @@ def low_thresholds(policy: PolicyModel) -> Iterator[None]:
 
 @torch.no_grad()
 def head_is_linear(policy: PolicyModel) -> bool:
-    """Whether the model's logits are what its output head makes of the hidden states, unscaled and uncapped."""
+    """Whether the model's logits are the outputs of its head, unscaled and uncapped."""
     head = policy.language_model.get_output_embeddings()
     if head is None:
         return False
@@ -88,10 +88,10 @@ def head_is_linear(policy: PolicyModel) -> bool:
 
 @contextmanager
 def exact_fp32(policy: PolicyModel) -> Iterator[None]:
-    """Within it products are in fp32. An attention that has no fp32 gives way to one that keeps samples apart the same
-    way: ours to our other one, the others to eager attention.
+    """Within it products are in fp32. An attention without fp32 is replaced by one that isolates samples the same way:
+    ours by our other one, others by eager attention.
 
-    A kernel for half precision cannot be asked: rounding would hide the leak of a convolution or a recurrent state.
+    In half precision, rounding would hide the leak of a convolution or a recurrent state.
     """
     dtype, before = policy.compute_dtype, policy.attention
     policy.compute_dtype = torch.float32
@@ -108,10 +108,10 @@ def exact_fp32(policy: PolicyModel) -> Iterator[None]:
 
 @torch.no_grad()
 def packing_difference(policy: PolicyModel, packed: bool = True) -> float:
-    """Largest |log-prob difference| between samples beside one another and the same samples alone.
+    """Largest |log-prob difference| between samples next to each other and the same samples alone.
 
-    The samples before one another are different tokens, so attention or state that crosses a border shows. `packed`:
-    in one row; False: in padded rows.
+    Neighbors have different tokens, so attention or state that crosses a border shows. `packed`: in one row; False: in
+    padded rows.
     """
     samples = sample_tokens(policy)
     together = _logprobs(policy, samples, packed=packed)
@@ -120,9 +120,9 @@ def packing_difference(policy: PolicyModel, packed: bool = True) -> float:
 
 @torch.no_grad()
 def far_difference(policy: PolicyModel, packed: bool = True) -> float:
-    """Largest |log-prob difference| between short samples alone and beside one at the model's last positions.
+    """Largest |log-prob difference| between short samples alone and next to one at the model's last positions.
 
-    Some families choose their frequencies by the largest position of a row.
+    Some models choose their frequencies by the largest position of a row.
     """
     first, *others = sample_tokens(policy)
     start = max(0, (_longest(policy) or 0) - len(first))
@@ -147,7 +147,7 @@ def rounding_difference(policy: PolicyModel) -> float:
 
 
 def _plain_logprobs(policy: PolicyModel, sample: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
-    """Log-probs of all tokens of `sample` but the first, by the model's own head and its plainest attention."""
+    """Log-probs of all tokens of `sample` but the first, by the model's own head and eager attention."""
     ids = torch.tensor([sample], device=next(policy.parameters()).device)
     is_bf16 = dtype == torch.bfloat16
     in_bf16 = torch.autocast(ids.device.type, torch.bfloat16, enabled=is_bf16, cache_enabled=False)
@@ -160,8 +160,8 @@ def _plain_logprobs(policy: PolicyModel, sample: Sequence[int], dtype: torch.dty
 def repeat_difference(policy: PolicyModel) -> float:
     """Largest |log-prob difference| between two passes over the same tokens, in fp32 with eager attention.
 
-    In training mode some families draw at random inside the model, for instance which expert a token goes to: the ratio
-    of new to old log-probs would be about that, and no server does it.
+    In training mode some models are random, for instance in the choice of experts. That would be in the ratio of new to
+    old log-probs, and no server does it.
     """
     sample = sample_tokens(policy)[0]
     with exact_fp32(policy), exact_attention(policy):
@@ -170,9 +170,9 @@ def repeat_difference(policy: PolicyModel) -> float:
 
 @torch.no_grad()
 def tf32_difference(policy: PolicyModel) -> float:
-    """Mean |log-prob difference| between products in TF32 and exact ones, at positions that TF32 cannot hold.
+    """Mean |log-prob difference| between TF32 and exact products, at positions beyond TF32's integers; 0 on a CPU.
 
-    It finds models that compute positions with matrix products which `PolicyModel` does not know of. 0 on a CPU.
+    Finds models that compute positions with matrix products that `PolicyModel` does not protect.
     """
     sample = sample_tokens(policy)[0]
     first = max(0, min(_LARGE_POSITION, _longest(policy) or _LARGE_POSITION) - len(sample))
@@ -236,7 +236,7 @@ def _longest(policy: PolicyModel) -> int | None:
 
 
 def sample_tokens(policy: PolicyModel, lengths: Sequence[int] = _LENGTHS) -> list[list[int]]:
-    """Different, repeatable samples of valid token ids, of these `lengths` or the longest that the model takes."""
+    """Distinct, repeatable samples of valid token ids, of these `lengths` or the model's maximum."""
     vocabulary = policy.language_model.config.get_text_config().vocab_size
     longest = _longest(policy) or max(lengths)
     return [

@@ -20,8 +20,8 @@ ScheduleName = Literal["cosine", "linear", "constant", "constant_with_warmup"]
 class Schedule:
     """Learning-rate factor of every optimizer step; resuming needs nothing but the step and its batch.
 
-    With `max_epochs` passes over the problems the number of steps is not known before (rollouts have any number of
-    samples, and some are filtered): it is estimated from the passes that the steps so far have taken.
+    With `max_epochs` the number of steps is not known in advance (rollouts have any number of samples, and some are
+    filtered): it is estimated from the passes done so far.
     """
 
     name: ScheduleName
@@ -30,7 +30,7 @@ class Schedule:
     max_epochs: int | None = None
 
     def total_at(self, step: int, epochs_done: float = 0.0) -> float:
-        """Steps of the whole training, as optimizer step `step` (from 1) has it, with `epochs_done` of its batch."""
+        """Steps of the whole training, as estimated at step `step` (from 1) with `epochs_done` of its batch."""
         if self.max_epochs is None or epochs_done <= 0:
             return self.total_steps
         return min(self.total_steps, max(step, step * self.max_epochs / epochs_done))
@@ -38,8 +38,8 @@ class Schedule:
     def factor(self, step: int, epochs_done: float = 0.0) -> float:
         """Factor of optimizer step `step` (from 1).
 
-        Warm-up rises from 1 / warmup_steps to 1. After it, with s the steps done since and n those that remain in
-        all: linear 1 - s / n, cosine (1 + cos(pi * s / n)) / 2, so that the last step still learns something.
+        Warm-up rises from 1 / warmup_steps to 1. After it, with s steps done since and n in total: linear 1 - s / n,
+        cosine (1 + cos(pi * s / n)) / 2, so that the last step still learns.
         """
         done = step - 1
         if self.name != "constant" and done < self.warmup_steps:

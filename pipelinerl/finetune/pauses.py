@@ -1,12 +1,12 @@
-"""Keeps generation out of the way of training and updates, for every schedule but `pipeline`.
+"""Pauses generation for training and updates, for every schedule but `pipeline`.
 
 | schedule, placement       | before training a round                     | before an update               |
 |---------------------------|---------------------------------------------|--------------------------------|
 | concurrent, conventional  |                                             | running rollouts end           |
 | conventional, colocated   | rollouts and evaluations end, servers sleep | optimizer state leaves the GPU |
 
-Rank 0 asks the actor on the stream `turns` and waits for its answer, at most `timeout_s`; the other ranks wait for
-rank 0. The actor needs nothing from the trainer to end its rollouts, so the two never wait for each other.
+Rank 0 asks the actor on the stream `turns` and waits for its answer, at most `timeout_s`; the other ranks wait for rank
+0. The actor needs nothing from the trainer to finish its rollouts, so this cannot deadlock.
 """
 
 from __future__ import annotations
@@ -40,13 +40,13 @@ _MAX_HOST_SHARE = 0.5
 
 @dataclass
 class RolloutPause:
-    """Rank 0's request that the actor let running rollouts end.
+    """Rank 0's request to let running rollouts finish.
 
     Attributes:
         requests: stream `turns` of the trainer.
         answers: stream `turns` of the actor.
-        timeout_s: longest wait; rollouts have a shorter time-out of their own.
-        should_stop: checked before the wait and after every wake-up; True ends it.
+        timeout_s: longest wait; rollouts have a shorter time-out.
+        should_stop: checked before the wait and after every wake-up.
     """
 
     requests: StreamWriter[PauseRequest]
@@ -57,7 +57,7 @@ class RolloutPause:
     should_stop: Callable[[], bool] = lambda: False
 
     def wait(self, version: int) -> bool:
-        """Return True once no rollout runs and none starts before `version` is served; False if asked to stop.
+        """Return True once no rollout is running or starts before `version` is served; False if asked to stop.
 
         Raises:
             WorkerError: rollouts still run after `timeout_s`.
@@ -119,7 +119,7 @@ class PausedUpdates(Pauses):
 
 
 class SharedDevices(Pauses):
-    """Servers and trainer alternate on the same devices; servers sleep from the pause to the next update.
+    """Servers and trainer alternate on the same devices: servers sleep from the pause to the next update.
 
     Args:
         publisher: controls the servers; None on all ranks but the first.
@@ -159,7 +159,7 @@ class SharedDevices(Pauses):
         if self._is_training:
             self._move_optimizer(torch.device("cpu"))
             if self._is_gpu:
-                # The allocator's cache is memory that the servers need now.
+                # The servers need the memory of the allocator's cache.
                 torch.cuda.empty_cache()
             # Rank 0 wakes the servers of all GPUs, including those of slower ranks.
             self._ranks.barrier()
@@ -182,8 +182,8 @@ def sleep_level(choice: str, weight_bytes: int, available_bytes: int) -> int:
     """vLLM's level of sleep: 1 keeps a copy of the weights in host memory, 2 drops them.
 
     Args:
-        choice: `world.sleep_level`; `auto` is 1 if the copies fit, because only level 1 restores everything that a
-            model holds in addition to its checkpoint's tensors.
+        choice: `world.sleep_level`; `auto` is 1 if the copies fit, because only level 1 restores what a model holds in
+            addition to the checkpoint's tensors.
         weight_bytes: of all servers on this machine.
         available_bytes: free memory of this machine.
     """
@@ -223,7 +223,7 @@ def open_pauses(
 
 
 def wait_for_servers(context: RoleContext) -> None:
-    """Return when all servers are up. They measure their GPU's memory as they start and fail if it changes meanwhile.
+    """Return when all servers are up: as they start they measure GPU memory, and fail if it changes meanwhile.
 
     Raises:
         WeightSyncError: a server did not come up in time.

@@ -1,19 +1,18 @@
-"""The policy as one module: token ids in, log-probs of the targets out. Called by `step.py` through the backend.
+"""The policy as one module: token ids in, log-probs of the targets out.
 
 The output head runs inside `PolicyModel.forward`, because sharded backends gather parameters in the hooks of the module
-that they wrapped. Full logits never exist. Only trained positions reach the head, a chunk of them at a time:
-`token_logprobs` keeps two numbers per token for backward (log-normalizer and entropy) and computes the chunk's logits
-again there, so peak memory is one chunk of `chunk_tokens x vocabulary` floats instead of several copies of
-`tokens x vocabulary`.
+that they wrap. Full logits never exist. Only trained positions reach the head, a chunk at a time: `token_logprobs`
+keeps two numbers per token for the backward pass (log-normalizer and entropy) and recomputes the chunk's logits there,
+so peak memory is one chunk of `chunk_tokens x vocabulary` floats instead of several copies of `tokens x vocabulary`.
 
 With z = logits / temperature, p = softmax(z), L = logsumexp(z) and H = L - sum(p * z):
     log-prob of target y: z_y - L        d/dz = onehot(y) - p
     entropy:              H              d/dz = -p * (z - L + H)
 
-fp32 products on a GPU are computed exactly, or with inputs rounded to TF32 (10 bits of mantissa): the body may be in
-TF32, an fp32 head is exact. The setting is global to the process, because autograd threads must see it; on a CPU it
-changes nothing. It uses `fp32_precision`, which neither warns nor affects CPU products in torch 2.11 and 2.13. While
-that is TF32, `torch.get_float32_matmul_precision` raises, so nothing may be compiled inside.
+fp32 products on a GPU are exact or use inputs rounded to TF32 (10 bits of mantissa): the body may use TF32, an fp32
+head is exact. The setting is global to the process, because autograd threads must see it, and has no effect on a CPU.
+It is `fp32_precision`, which neither warns nor affects CPU products in torch 2.11 and 2.13. While it is TF32,
+`torch.get_float32_matmul_precision` raises, so nothing may be compiled inside.
 """
 
 from __future__ import annotations
@@ -41,7 +40,7 @@ FP32Products = Literal["ieee", "tf32"]
 
 
 class PolicyOutputs(NamedTuple):
-    """Tensors of one micro-batch, shape of its `targets`, fp32; 0 where nothing is trained."""
+    """Tensors of one micro-batch in the shape of its `targets`, fp32; 0 where nothing is trained."""
 
     logprobs: torch.Tensor
     entropy: torch.Tensor | None
@@ -49,7 +48,7 @@ class PolicyOutputs(NamedTuple):
 
 
 class PolicyModel(torch.nn.Module):
-    """A causal language model, and a value head if there is one, that computes log-probs of given targets.
+    """A causal language model, with an optional value head, that computes log-probs of given targets.
 
     Args:
         language_model: from `load_language_model`.
@@ -108,20 +107,20 @@ class PolicyModel(torch.nn.Module):
         return str(self.language_model.config._attn_implementation)
 
     def products(self) -> AbstractContextManager[Any]:
-        """How the body is computed, in the forward pass and around every backward pass."""
+        """Precision of the body: a context for the forward pass and around every backward pass."""
         if self.has_compiled_layers and not torch.is_grad_enabled():
             return torch.compiler.set_stance("force_eager")
         return fp32_products("tf32") if self.tf32 else nullcontext()
 
     def layout_of(self, batch: MicroBatch) -> Layout | None:
-        """Index tensors for our own attentions (None for the others). Build it before moving `batch` to a GPU."""
+        """Index tensors for our own attentions (None for others). Call it before moving `batch` to a GPU."""
         if self.attention not in OWN_ATTENTIONS or batch.attention_mask is not None:
             return None
         lengths = torch.unique_consecutive(batch.segment_ids[0], return_counts=True)[1].tolist()
         return varlen_layout(lengths) if self.attention == VARLEN_ATTENTION else segment_layout(lengths)
 
     def placed(self, batch: MicroBatch, device: torch.device) -> tuple[MicroBatch, Layout | None]:
-        """`batch` and its layout on `device`, from where `forward` takes them."""
+        """`batch` and its layout on `device`, for `forward`."""
         layout = self.layout_of(batch)
         return batch.to(device), None if layout is None else layout.to(device)
 
@@ -132,12 +131,12 @@ class PolicyModel(torch.nn.Module):
         temperature = temperature or self.temperature
         inputs: dict[str, object] = {"position_ids": batch.position_ids, "use_cache": False}
         if self.attention in OWN_ATTENTIONS:
-            # Right padding needs no mask under causal attention: real tokens never look at what follows them.
+            # Right padding needs no mask under causal attention: real tokens never attend to what follows.
             inputs["segment_layout"] = layout
         else:
             inputs["attention_mask"] = batch.attention_mask
         device_type = batch.input_ids.device.type
-        # A cast weight is kept for the backward pass alone: without one, all of them would be there at the end.
+        # Cast weights are cached for the backward pass; without one, they would accumulate.
         kept = torch.is_grad_enabled()
         autocast = torch.autocast(device_type, torch.bfloat16, enabled=self._needs_autocast(), cache_enabled=kept)
         with self.products(), autocast:
@@ -146,7 +145,7 @@ class PolicyModel(torch.nn.Module):
             hidden = backbone(self.language_model)(input_ids=batch.input_ids, **inputs)[0]
         head = self.language_model.get_output_embeddings()
         bias = getattr(head, "bias", None)
-        # A head that is not exact has to be as inexact in forward as in backward, which computes its logits again.
+        # A head that is not exact must be equally inexact in forward and backward, which recomputes its logits.
         with self.products():
             logprobs, entropy = token_logprobs(
                 hidden.to(self.compute_dtype),
@@ -162,7 +161,7 @@ class PolicyModel(torch.nn.Module):
         return PolicyOutputs(logprobs, entropy, self._values(hidden))
 
     def _from_logits(self, batch: MicroBatch, inputs: dict[str, object], temperature: float) -> PolicyOutputs:
-        """For families that scale or cap their logits: the model's own head, with all logits."""
+        """For models that scale or cap their logits: their own head, with full logits."""
         outputs = self.language_model(
             input_ids=batch.input_ids, output_hidden_states=self.value_head is not None, **inputs
         )
@@ -177,7 +176,7 @@ class PolicyModel(torch.nn.Module):
         return values.squeeze(-1).float()
 
     def _needs_autocast(self) -> bool:
-        """fp32 master weights with bf16 products; sharded backends cast by themselves."""
+        """fp32 master weights with bf16 products; sharded backends cast themselves."""
         parameter = next(self.language_model.parameters())
         return self.compute_dtype == torch.bfloat16 and parameter.dtype == torch.float32
 
@@ -188,16 +187,14 @@ def backbone(language_model: PreTrainedModel) -> torch.nn.Module:
 
 
 def decoder_layers(policy: PolicyModel) -> list[torch.nn.Module]:
-    """The repeated blocks of the model: the content of its longest `ModuleList`. Empty if it has none."""
+    """The repeated blocks of the model: its longest `ModuleList`; empty if it has none."""
     modules = backbone(policy.language_model).modules()
     return max(([*module] for module in modules if isinstance(module, torch.nn.ModuleList)), key=len, default=[])
 
 
 def has_linear_head(language_model: PreTrainedModel) -> bool:
-    """Whether logits are exactly `hidden @ weight.T + bias`, without scaling or soft-capping, by the configuration, and
-    there is a decoder to get `hidden` from.
-
-    `find_fault` tries it.
+    """Whether, by the configuration, logits are exactly `hidden @ weight.T + bias`, without scaling or soft-capping,
+    and a decoder returns `hidden`. `find_fault` verifies it.
     """
     if language_model.base_model is language_model:
         return False
@@ -230,11 +227,10 @@ def token_logprobs(
         chunk_tokens: rows whose logits exist at once.
         with_entropy: also return the entropy (nats) of the whole distribution at every trained position.
         head_bias: [V] or None.
-        fp32_head: logits are products of the inputs' values accumulated and kept in fp32, without TF32 also where it
-            is allowed. False: the product is rounded to the inputs' dtype first, as a model with a bf16 head does (fp32
-            inputs are multiplied in TF32 where it is allowed). Softmax is in fp32 (or fp64) always.
-        rows: [N] int64, flat positions of the targets that are not -100. None: they are looked for, which makes the
-            host wait for a GPU.
+        fp32_head: logits are accumulated and kept in fp32, never in TF32. False: the product is rounded to the inputs'
+            dtype first, as a model with a bf16 head does (fp32 inputs use TF32 where it is allowed). Softmax always is
+            in fp32 (or fp64).
+        rows: [N] int64, flat positions of the targets that are not -100. None: computed, which synchronizes with a GPU.
 
     Returns:
         (log-probs, entropy or None), float32 (float64 for float64 inputs), shape of `targets`.
@@ -252,7 +248,7 @@ def token_logprobs(
 def logprobs_from_logits(
     logits: torch.Tensor, targets: torch.Tensor, temperature: float = 1.0, with_entropy: bool = False
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Log-probs (and entropy) from full logits [..., V]; for models whose head is not one linear map."""
+    """Log-probs (and entropy) from full logits [..., V], for models whose head is not linear."""
     log_p = torch.log_softmax(logits.to(_wide(logits.dtype)) / temperature, dim=-1)
     trained = targets != IGNORED_LABEL
     picked = log_p.gather(-1, targets.clamp(min=0).unsqueeze(-1)).squeeze(-1)
@@ -277,7 +273,7 @@ def _spread(values: torch.Tensor, rows: torch.Tensor, like: torch.Tensor) -> tor
 
 
 def _matmul(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
-    """Product accumulated and returned in fp32 (fp64). On CUDA, half-precision operands stay as they are: tensor cores
+    """Product accumulated and returned in fp32 (fp64). On CUDA, half-precision operands are not converted: tensor cores
     multiply them exactly and add in fp32, so no fp32 copy of the head is made."""
     wide = _wide(left.dtype)
     if left.is_cuda and left.dtype in (torch.bfloat16, torch.float16) and right.dtype == left.dtype:
@@ -286,7 +282,7 @@ def _matmul(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
 
 
 class _FusedHead(torch.autograd.Function):
-    """Linear head -> (log-prob, entropy) over chunks of rows, with logits computed again in backward."""
+    """Linear head -> (log-prob, entropy) over chunks of rows, with logits recomputed in backward."""
 
     @staticmethod
     def forward(
@@ -319,7 +315,7 @@ class _FusedHead(torch.autograd.Function):
         temperature, chunk_tokens, with_entropy, fp32_head = ctx.settings
         need_hidden, need_weight, need_bias = ctx.needs_input_grad[:3]
         wide = _wide(hidden.dtype)
-        # d z / d logits: on vectors here, instead of one more pass over every chunk.
+        # d z / d logits, applied to vectors instead of in another pass over every chunk.
         grad_logprobs, grad_entropy = grad_logprobs / temperature, grad_entropy / temperature
         grad_hidden = torch.zeros_like(hidden) if need_hidden else None
         grad_weight = torch.zeros(weight.shape, dtype=wide, device=weight.device) if need_weight else None
@@ -336,7 +332,7 @@ class _FusedHead(torch.autograd.Function):
                     grad_logprobs[part],
                     grad_entropy[part],
                     with_entropy,
-                    # A bias gets the sum of the slopes before they are rounded for the products.
+                    # The bias gets the sum of slopes before they are rounded for the products.
                     wide if need_bias else hidden.dtype,
                 )
                 if grad_bias is not None:
@@ -414,7 +410,7 @@ def head_kernels(logits: torch.Tensor) -> Any:
 @cache
 def _tried_kernels(device: torch.device) -> Any:
     try:
-        # Not with PyTorch alone: builds for CPUs come without Triton.
+        # CPU builds of PyTorch come without Triton.
         kernels = importlib.import_module("pipelinerl.finetune.head_kernels")
     except ImportError as error:
         return _without_kernels(error)
@@ -439,7 +435,7 @@ def _add_product(total: torch.Tensor, slope: torch.Tensor, hidden: torch.Tensor)
 
 @contextmanager
 def fp32_products(kind: FP32Products) -> Iterator[None]:
-    """Inside, fp32 products on GPUs are exact (`ieee`) or in TF32; afterwards the previous setting is restored."""
+    """Within it, fp32 products on GPUs are exact (`ieee`) or in TF32."""
     before = allowed_products()
     _allow(kind)
     try:
@@ -451,7 +447,7 @@ def fp32_products(kind: FP32Products) -> Iterator[None]:
 def keep_exact(module: torch.nn.Module) -> None:
     """Always run the forward pass of `module` with exact fp32 products.
 
-    For positions and angles: TF32 represents integers exactly only up to 2048.
+    For positions and angles: TF32 represents integers only up to 2048 exactly.
     """
     before: list[str] = []
 

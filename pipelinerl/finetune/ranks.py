@@ -1,13 +1,12 @@
-"""The trainer's process group and device: who this rank is, and the few collectives that the parts need.
+"""The trainer's process group and device, and the few collectives that the trainer needs.
 
-Called once by the entry point; the parts receive the `Ranks`. The launcher prepared the environment (RANK, WORLD_SIZE,
-LOCAL_RANK). Ranks of one machine meet through a file: the first one listens at a port that the system picks, and
-writes it there when it listens. A port that is chosen before could be taken meanwhile, and a rank that connects to a
-port nobody listens at can even reach itself. Ranks of several machines meet at MASTER_ADDR and MASTER_PORT,
-with Accelerate. A collective waits for the other ranks, at most `timeout_s`.
+The launcher prepares the environment (RANK, WORLD_SIZE, LOCAL_RANK). Ranks of one machine meet through a file: the
+first one listens at a port that the system picks and writes it there. A port chosen in advance could be taken
+meanwhile, and a rank that connects to a port without a listener can even reach itself. Ranks of several machines meet
+at MASTER_ADDR and MASTER_PORT, with Accelerate. A collective waits for the other ranks, at most `timeout_s`.
 
-What ranks tell each other here goes over gloo, not NCCL: a rank that waits in NCCL keeps its GPU busy until the
-others come. A server that shares this GPU and computes with several others would be held up at every layer.
+Collectives of this file use gloo, not NCCL: a rank that waits in NCCL keeps its GPU busy, which would stall a server
+that shares it at every layer.
 """
 
 from __future__ import annotations
@@ -33,7 +32,7 @@ _MAX_FAULT_BYTES = 500
 
 
 class RankFault(RuntimeError):
-    """A rank cannot go on, so none does. Raised on every rank at the same place, where all agreed on it."""
+    """A rank cannot continue, so none does. Raised on all ranks at the same place."""
 
 
 @dataclass(frozen=True)
@@ -73,10 +72,8 @@ class Ranks:
         return int(tensor.item())
 
     def first_fault(self, fault: str | None) -> str | None:
-        """What is wrong, the same answer on every rank: the `fault` of the first rank that has one, after its number
-        if not all have one. None if no rank has one.
-
-        All ranks must call it before a collective that one of them may be unable to take part in.
+        """The `fault` of the first rank that has one, with its number unless all have one; None if none has. The same
+        on all ranks, which must call it before a collective that one of them may be unable to join.
         """
         if self.world_size == 1:
             return fault
@@ -90,7 +87,7 @@ class Ranks:
         return told if is_everyones else f"rank {int(first)}: {told}"
 
     def barrier(self) -> None:
-        """Wait until every rank has come here."""
+        """Wait until all ranks are here."""
         if self.world_size > 1:
             self.sum([0.0])
 
@@ -103,7 +100,7 @@ class Ranks:
 
     @property
     def _carrier(self) -> torch.device:
-        """Where what is sent lies."""
+        """Device of tensors that are sent."""
         return self.device if self.host_group is None else torch.device("cpu")
 
     def close(self) -> None:
@@ -118,7 +115,7 @@ def joined_ranks(
 ) -> Iterator[Ranks]:
     """`start_ranks`; the group is left after the block.
 
-    Not if the block failed: NCCL's end waits for the other ranks, and they wait for this one. It has to end its process
+    Not if the block failed: leaving NCCL waits for the other ranks, which wait for this one. The process has to end
     (`main.end_process`), which the others notice.
     """
     ranks = start_ranks(environ, device, timeout_s, rendezvous)
@@ -132,11 +129,10 @@ def start_ranks(environ: Mapping[str, str], device: str, timeout_s: float, rende
     Args:
         device: `cpu` or `cuda`.
         timeout_s: longest wait of one collective.
-        rendezvous: where ranks of one machine meet; no other start may ever use the same path. None: at MASTER_ADDR
-            and MASTER_PORT.
+        rendezvous: file where ranks of one machine meet, unique to this start. None: at MASTER_ADDR and MASTER_PORT.
 
     Raises:
-        ConfigError: `cuda` was asked for and this process sees no GPU.
+        ConfigError: `cuda` was requested and this process sees no GPU.
     """
     if device == "cuda" and not torch.cuda.is_available():
         raise ConfigError(
@@ -155,7 +151,7 @@ def start_ranks(environ: Mapping[str, str], device: str, timeout_s: float, rende
     rank = int(environ["RANK"])
     own_device = torch.device("cpu")
     if device == "cuda":
-        # A process may see the cards of all ranks of the machine, or its own alone.
+        # A process may see the GPUs of all ranks of the machine, or only its own.
         own_device = torch.device("cuda", int(environ["LOCAL_RANK"]) % torch.cuda.device_count())
         torch.cuda.set_device(own_device)
     store = _open_store(rendezvous, rank, world_size, timeout)
@@ -175,7 +171,7 @@ def _host_group(timeout: timedelta) -> dist.ProcessGroup | None:
 
 
 def _open_store(file: Path, rank: int, world_size: int, timeout: timedelta) -> Store:
-    """The store of the process group. Waits until the first rank listens; `file` is gone when all have read it."""
+    """The store of the process group. Waits until the first rank listens; `file` is removed when all have read it."""
     file.parent.mkdir(parents=True, exist_ok=True)
     notice = FileStore(str(file), world_size)
     notice.set_timeout(timeout)
@@ -188,7 +184,7 @@ def _open_store(file: Path, rank: int, world_size: int, timeout: timedelta) -> S
 
 
 def ensure_process_group(ranks: Ranks) -> None:
-    """A process group for a single rank too: sharding libraries cannot do without."""
+    """Make a process group even for a single rank: sharding libraries need one."""
     if not dist.is_initialized():
         backend = "nccl" if ranks.device.type == "cuda" else "gloo"
         dist.init_process_group(backend, store=HashStore(), rank=0, world_size=1)

@@ -1,7 +1,7 @@
 """What the trainer reports to the rest of the run: messages, fates and metrics (rank 0).
 
-`TrainerStarted` comes first. Order of one step: `StepEnding`, weight update, fates of the trained samples, `StepDone`,
-metrics. `TrainingDone` comes last.
+`TrainerStarted` comes first and `TrainingDone` last. Order of one step: `StepEnding`, weight update, fates of the
+trained samples, `StepDone`, metrics.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ _GIB = 2**30
 
 @dataclass(frozen=True)
 class Reporter:
-    """Writes the messages of rank 0. Every write raises StreamError if the stream refuses it."""
+    """Writes the messages of rank 0. Writes raise StreamError."""
 
     messages: StreamWriter[TrainerMessage]
     fates: StreamWriter[FateRecord]
@@ -48,7 +48,7 @@ class Reporter:
     clock: Callable[[], float] = record_time
 
     def started(self, state: TrainerState) -> None:
-        """Announce where this incarnation continues: later steps of an older one do not count."""
+        """Announce where this incarnation continues; later steps of older ones do not count."""
         self.messages.write(
             TrainerStarted(
                 step=state.step, data_offset=state.data_offset, time=self.clock(), incarnation=self.incarnation
@@ -71,7 +71,7 @@ class Reporter:
         self.messages.flush()
 
     def step_ending(self, step: int) -> None:
-        # Not flushed: only the moment counts.
+        # Not flushed: only the time matters.
         self.messages.write(StepEnding(step=step, time=self.clock(), incarnation=self.incarnation))
 
     def step_done(self, batch: TrainingBatch, state: TrainerState, wait_data_s: float) -> None:
@@ -127,8 +127,8 @@ def _by_group(batch: TrainingBatch) -> dict[str, list[Sample]]:
 
 @dataclass(frozen=True)
 class StepTimes:
-    """Seconds of one step on rank 0: waiting for data, switching between generation and training (rollouts that end,
-    devices that are handed over), training, updating the servers, and the whole step."""
+    """Seconds of one step on rank 0: waiting for data, switching between generation and training (rollouts that finish,
+    devices that change hands), training, updating the servers, and in total."""
 
     wait_data_s: float
     switch_s: float
@@ -191,8 +191,8 @@ def batch_metrics(batch: TrainingBatch) -> dict[str, float]:
 
 
 def peak_memory(device: torch.device) -> dict[str, float]:
-    """Peak memory since the last call: held for tensors, and reserved by PyTorch. Without a GPU that of the process,
-    since its start."""
+    """Peak memory since the last call, allocated and reserved by PyTorch; without a GPU that of the process since its
+    start."""
     if device.type != "cuda":
         kibibytes = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
         #: largest memory of the trainer's process (rank 0) since its start, GiB; without a GPU

@@ -1,9 +1,8 @@
 """One optimizer step: forward, loss and backward over this rank's micro-batches, then the update.
 
-Called by the loop with one `TrainingBatch`. All ranks run the same number of micro-batches (ranks with fewer get
-sentinels that contribute exactly zero), so that collectives stay in step. The gradient is that of
-sum over tokens of (weight * token loss), with weights of the whole step: packing, micro-batches and ranks do not
-change it.
+All ranks run the same number of micro-batches (sentinels, which contribute exactly zero, fill up), so that collectives
+stay in step. The gradient is that of the sum over tokens of weight * token loss, with weights of the whole step, so it
+does not depend on packing, micro-batches or ranks.
 """
 
 from __future__ import annotations
@@ -32,7 +31,7 @@ from pipelinerl.rl.packing import make_plan
 
 @dataclass(frozen=True)
 class StepResult:
-    """What one step came to, the same on every rank. `metrics` are those of loss and diagnostics (`rl/...`)."""
+    """Result of one step, the same on all ranks. `metrics` are those of loss and diagnostics (`rl/...`)."""
 
     grad_norm: float
     learning_rate: float
@@ -43,7 +42,7 @@ class StepResult:
 
     @property
     def skipped(self) -> bool:
-        """The gradient was not finite and nothing was changed."""
+        """The gradient was not finite, and nothing was changed."""
         return not math.isfinite(self.grad_norm)
 
 
@@ -52,9 +51,9 @@ class StepRunner:
 
     Args:
         reference: replaces the reference log-probs of the batch.
-        on_micro_batch: called after each micro-batch, as a sign of life: a step can take an hour.
+        on_micro_batch: called after each micro-batch for the heartbeat: a step can take an hour.
         before_last: called with the step before its last micro-batch.
-        ratios: records the importance ratios of the tokens; None: nobody does.
+        ratios: records the importance ratios of tokens, if given.
     """
 
     def __init__(
@@ -83,7 +82,7 @@ class StepRunner:
         """Train on `batch` and update the weights. Waits for the other ranks in the last backward.
 
         Args:
-            entropy_control: where it stands with `finetune.rl.target_entropy`; None: at its beginning.
+            entropy_control: state of `finetune.rl.target_entropy`; None: initial.
         """
         start = time.perf_counter()
         control = EntropyControl.at(self._config.rl, entropy_control)
@@ -105,7 +104,7 @@ class StepRunner:
     def accumulate(
         self, batch: TrainingBatch, entropy_control: EntropyControl | None = None
     ) -> tuple[Metrics, StepDiagnostics]:
-        """Forward and backward of the whole step without the update (gradients stay in the backend)."""
+        """Forward and backward of the whole step, without the update (gradients stay in the backend)."""
         total_steps = self._schedule.total_at(batch.step, batch.epochs_done)
         coefficients = coefficients_at(self._config.rl, batch.step, total_steps)
         if entropy_control is not None:
@@ -136,7 +135,7 @@ class StepRunner:
         return metrics, diagnostics.total()
 
     def micro_batches(self, batch: TrainingBatch) -> list[MicroBatch]:
-        """This rank's micro-batches, filled up with sentinels to the largest number of any rank (at least 1)."""
+        """This rank's micro-batches, padded with sentinels to the largest number of any rank (at least 1)."""
         plan = self._plan(batch)
         config = self._config
         weights = token_weights(batch.samples, config.rl.aggregation, config.rl.constant_length_tokens)
@@ -165,20 +164,20 @@ class StepRunner:
 
 
 def _connected(loss: torch.Tensor, inputs: LossInputs) -> torch.Tensor:
-    """`loss`, with a zero path to the value head: collectives wait for a gradient of every parameter, also where the
-    advantages do not come from it or its loss has no weight."""
+    """`loss`, with a zero path to the value head: collectives wait for a gradient of every parameter, even if it is
+    unused."""
     return loss if inputs.values is None else loss + 0.0 * inputs.values.sum()
 
 
 def _with_reference(batch: MicroBatch, has_reference: bool) -> MicroBatch:
-    """Reference log-probs on every micro-batch of the step or on none: all ranks must report the same metrics."""
+    """Reference log-probs on all micro-batches of the step or on none: ranks must report the same metrics."""
     if has_reference == (batch.ref_logprobs is not None):
         return batch
     return replace(batch, ref_logprobs=torch.zeros_like(batch.old_logprobs) if has_reference else None)
 
 
 def reduce_metrics(metrics: Metrics, ranks: Ranks) -> dict[str, float]:
-    """Sums over all ranks, which hold the same names because even a sentinel goes through the loss."""
+    """Sums over all ranks, which have the same names because sentinels go through the loss too."""
     names = sorted(metrics)
     return dict(zip(names, ranks.sum([float(metrics[name]) for name in names]), strict=True))
 
@@ -197,8 +196,8 @@ def reduce_diagnostics(diagnostics: StepDiagnostics, ranks: Ranks) -> dict[str, 
 def finish_advantages(
     micro_batches: Sequence[MicroBatch], samples: Sequence[Sample], rl: RLConfig, ranks: Ranks
 ) -> list[MicroBatch]:
-    """This rank's micro-batches, on the CPU, with the advantages that the loss uses: KL in the reward, normalization
-    over the step, cutting negative values. Waits for the other ranks if advantages are normalized.
+    """This rank's micro-batches on the CPU with final advantages: KL in the reward, normalization over the step,
+    clipping of negative values. Waits for the other ranks if advantages are normalized.
 
     With A_i the advantage of sample i from the group stage (`rl/advantages.py`) and KL_t = log mu - log ref of its
     trained token t (k1 of J. Schulman, "Approximating KL Divergence", 2020), token t gets
@@ -206,11 +205,10 @@ def finish_advantages(
         A_i,t = A_i - beta * sum over t' >= t of KL_t'              beta = `finetune.rl.reward_minus_kl_coef`
         A_i,t = (A_i,t - mean(A)) / (std(A) + 1e-8)                 over the trained tokens of the step
 
-    (REINFORCE++, arXiv 2501.03262: a token pays for itself and for what it leads to, within its sample). With `gae`
-    the share of each token, -beta * KL_t (arXiv 2402.03300, equation 2), becomes its `token_rewards` instead. KL comes
-    after the baseline: inside it, it would be the only difference between rollouts of equal reward, and dividing by
-    the group's spread would blow it up to the size of a reward. Everything is computed in float64 and rounded once, to
-    float32.
+    (REINFORCE++, arXiv 2501.03262: a token pays for itself and for what follows in its sample). With `gae` the share of
+    each token, -beta * KL_t (arXiv 2402.03300, equation 2), becomes its `token_rewards` instead. KL comes after the
+    baseline: inside it, it would be the only difference between rollouts of equal reward, and dividing by the group's
+    spread would blow it up to the size of a reward. Computed in float64 and rounded once, to float32.
 
     Args:
         samples: all samples of the step; a micro-batch's `indices` point into them.

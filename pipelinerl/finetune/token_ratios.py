@@ -1,7 +1,7 @@
-"""Records how likely each trained token was for the trainer, next to how likely it was when it was sampled.
+"""Records the importance ratio of each trained token, by which the page of `view` colors tokens.
 
-For people only: the page of `view` colors tokens by their importance ratio. Every rank writes its own share, after the
-step, so that nothing waits for it; a stream that refuses it ends the recording, not the run.
+Every rank writes its own share after the step, so that nothing waits for it; a stream error ends the recording, not the
+run.
 """
 
 from __future__ import annotations

@@ -31,7 +31,7 @@ def text_of(content: Any) -> str:
 def for_template(message: Message) -> Message:
     """Return `message` as chat templates read it: text content, arguments of tool calls as dicts.
 
-    Lone surrogates, which no tokenizer accepts, become question marks.
+    Lone surrogates, which tokenizers reject, become question marks.
     """
     view = {key: value for key, value in message.items() if value is not None}
     view["content"] = text_of(message.get("content")).encode("utf-8", "replace").decode()
@@ -52,7 +52,7 @@ def for_template(message: Message) -> Message:
 
 
 def identity(message: Message) -> str:
-    """Return a text that is equal for two messages with the same meaning, however their client wrote them."""
+    """Return a key that is equal for messages with the same meaning, however their client wrote them."""
     view = for_template(message)
     calls = [[call["function"]["name"], call["function"]["arguments"]] for call in view.get("tool_calls", [])]
     fields = [view.get("role"), view["content"].strip(), calls, view.get("tool_call_id")]
@@ -81,15 +81,15 @@ def continue_ids(
 ) -> list[int]:
     """Return the ids of `text` after the answer of `call`.
 
-    The sampled end token is already there: if `text` begins with the same token, it is not added again.
+    The sampled end token is already there, so it is not added again if `text` begins with it.
 
     Args:
         renderer: the tokenizer.
         call: the last answered request.
         before: text of its answer.
         text: what follows.
-        end_of_answer: returns the ids that a chat template writes at the end of an answer. The sampled end token
-            replaces the template's, even if it is a different one.
+        end_of_answer: returns the ids that the chat template writes at the end of an answer. The sampled end token
+            replaces the template's, even if they differ.
     """
     ids = renderer.encode_after(before, text)
     if not ids or not ended_by_token(renderer, call):
@@ -103,7 +103,7 @@ def continue_ids(
 def without_sampled_stop(renderer: ChatRenderer, call: LLMCall, stops: str | Sequence[str] | None, text: str) -> str:
     """Return `text`, which follows an answer, without a repeated stop string.
 
-    The stop string is missing in the answer's text but its ids were sampled, possibly with some characters after it.
+    The stop string is not in the answer's text, but its ids were sampled, possibly with some characters after it.
 
     Args:
         renderer: the tokenizer.
@@ -130,10 +130,10 @@ def continuation(
 ) -> tuple[str, list[int]] | None:
     """Return text and ids that `new` adds after the answer of `call`, or None if the template rewrites the past.
 
-    Works for any template: the answer is replaced by a marker, and what the template writes after the marker is what
-    has to be added (end of the answer, new messages, start of the next answer). What it writes before that, with the
-    real answer, must equal the text so far; some templates drop the reasoning of earlier turns, for instance. White
-    space is ignored, since many templates trim and the sampled ids are kept anyway.
+    Works for any template: the answer is replaced by a marker, and what the template writes after the marker has to be
+    added (end of the answer, new messages, start of the next answer). What it writes before that, with the real answer,
+    must equal the text so far: some templates drop the reasoning of earlier turns, for instance. White space is
+    ignored, since many templates trim, and the sampled ids are kept anyway.
 
     Args:
         renderer: template and tokenizer.
@@ -154,7 +154,7 @@ def continuation(
         real = renderer.render_text(answered, tools, add_generation_prompt=opens)
         marked = renderer.render_text([*past, marked_answer, *new], tools, add_generation_prompt=opens)
     except RolloutError:
-        return None  # the template wants tool calls in its own form: the caller renders the whole chat
+        return None  # the template requires tool calls in its own format: the caller renders the whole chat
     _, found, tail = marked.partition(marker)
     if not found or marker in tail or not real.endswith(tail):
         return None
@@ -165,7 +165,7 @@ def continuation(
         try:
             text = renderer.render_text([*past, marked_answer], tools, add_generation_prompt=False)
         except RolloutError:
-            return []  # the template refuses chats that end with an answer
+            return []  # the template rejects chats that end with an answer
         return renderer.encode(text.rpartition(marker)[2])
 
     return tail, continue_ids(renderer, call, answer, tail, end_of_answer)
@@ -178,9 +178,9 @@ Answer = Callable[[Prompt, str, list[int], dict[str, Any]], Awaitable[LLMCall]]
 class Chat:
     """One conversation as one growing token sequence; made by `llm.chat(session)`.
 
-    Every prompt is the ids of the last prompt and answer, followed by the ids of the new messages. Where the template
-    rewrites the past, a new sequence starts. `messages` is the whole conversation in OpenAI's format; `transcripts` are
-    its token sequences.
+    Every prompt consists of the ids of the last prompt and answer, followed by the ids of the new messages. If the
+    template rewrites the past, a new sequence starts. `messages` is the whole conversation in OpenAI's format;
+    `transcripts` are its token sequences.
 
     Args:
         renderer: chat template and tokenizer.
@@ -230,7 +230,7 @@ class Chat:
 
         Raises:
             RolloutError: as for `llm_async_generate`. After `context_overflow` (nothing was sent) the turns so far can
-                still be trained: catch it, and return `training_texts` as usual.
+                still be trained: catch it and return `training_texts` as usual.
         """
         self.add(*messages)
         past, transcript, text, ids = self._next_prompt()
@@ -239,7 +239,7 @@ class Chat:
         if len(transcript.turns) == 1:
             self.transcripts.append(transcript)
         content = call.output.content or ""
-        if is_begun(self._new[-1:]):  # the answer goes on where this message ends: they are one
+        if is_begun(self._new[-1:]):  # the answer continues this message: they are one
             content = self._new.pop()["content"] + content
             self.messages.pop()
         self._past = [*past, *self._new]
@@ -248,7 +248,7 @@ class Chat:
         return call
 
     def reward_turn(self, reward: float) -> None:
-        """Reward the last turn by itself: samples are then one per turn, with discounted sums of later rewards."""
+        """Reward the last turn by itself: each turn is then a sample, with the discounted sum of later rewards."""
         if not self.turns:
             raise ValueError("reward_turn: got a chat without a turn, expected an answer to reward. Call ask() first.")
         last = self.turns[-1]
@@ -257,8 +257,8 @@ class Chat:
     def training_texts(self, reward: float | None = None, *, by_turn: bool = False) -> list[TrainingText]:
         """Return the samples of this chat; every sampled token is trained exactly once.
 
-        One sample per sequence, or, with `by_turn` or rewards of turns, one per turn. With rewards of turns, `reward`
-        is added to the last turn's. Without either, the texts have no reward yet and the caller has to set it.
+        There is one sample per sequence, or, with `by_turn` or rewards of turns, one per turn. With rewards of turns,
+        `reward` is added to the last turn's. Without any reward the caller has to set it.
         """
         turns = self.turns
         if any(turn.reward is not None for turn in turns):
@@ -276,7 +276,7 @@ class Chat:
     def _next_prompt(self) -> tuple[list[Message], Transcript, str, list[int]]:
         """Return the messages before the new ones, the sequence to extend, and text and ids of the next prompt.
 
-        The template sees answers as they were sampled or, if it cannot read them, in OpenAI's format.
+        The template sees answers as they were sampled, or in OpenAI's format if it cannot read them.
         """
         renderer = self._renderer
         past = self._past
@@ -292,6 +292,6 @@ class Chat:
         try:
             return past, fresh, *renderer.render([*past, *self._new], self.tools)
         except RolloutError:
-            # This template wants tool calls before their results: use OpenAI's form of every answer.
+            # This template requires tool calls before their results: use OpenAI's format for every answer.
             past = [for_template(message) for message in self.messages[: len(self.messages) - len(self._new)]]
             return past, fresh, *renderer.render([*past, *self._new], self.tools)

@@ -1,6 +1,6 @@
-"""`TrainableLLM`, the handle of one server: prompt in, `LLMCall` out; and the HTTP requests to the run's own servers.
+"""`TrainableLLM`, the handle of one server (prompt in, `LLMCall` out), and HTTP requests to the run's own servers.
 
-`classify` says whether a failed request is retried, or what it ends.
+`classify` decides whether a failed request is retried, fails the rollout or ends the run.
 """
 
 from __future__ import annotations
@@ -29,14 +29,14 @@ from pipelinerl.rollouts import TrainingText
 _SEED_MASK = (1 << 63) - 1
 _SEED_STEP = 0x9E3779B97F4A7C15  # odd, so that the seeds of a rollout's requests all differ
 _QUOTED_CHARACTERS = 300
-# Our servers answer in packed form; a plain vLLM server ignores it and answers in JSON.
+# Our servers answer in packed form; a plain vLLM server ignores this and answers in JSON.
 _ACCEPT = f"{MEDIA_TYPE}, application/json"
 
 
 def sampling_parameters(parameters: LLMParameters) -> dict[str, Any]:
-    """Return `parameters` as a server takes them, without those that equal its defaults.
+    """Return `parameters` in the server's format, without its defaults.
 
-    Without stop strings the server is told not to detokenize: text is made here, once, at the end.
+    Without stop strings the server does not detokenize: text is decoded here, once, at the end.
     """
     values: dict[str, Any] = {"max_tokens": parameters.max_tokens, "temperature": parameters.temperature}
     if isinstance(parameters, EvaluationParameters) and parameters.top_p < 1:
@@ -56,7 +56,7 @@ def sampling_parameters(parameters: LLMParameters) -> dict[str, Any]:
 
 @dataclass(slots=True)
 class CallCounters:
-    """What one rollout has asked of its server so far, and the policy versions that answered."""
+    """Requests of one rollout so far, and the policy versions that answered them."""
 
     requests: int = 0
     retries: int = 0
@@ -70,17 +70,17 @@ class TrainableLLM:
 
     Args:
         base_url: address of the server, for instance `http://127.0.0.1:8080`.
-        model_name: name that the server knows its model by.
+        model_name: the server's name for its model.
         tokenizer: Hugging Face tokenizer with a chat template.
         parameters: sampling parameters (`max_tokens`, `temperature`, `top_p`, `top_k`, `min_tokens`, `stop`,
             `ignore_eos`).
         token: secret of the server; never shown by `repr`.
         collect_logprobs: request the log-probs that training needs.
-        max_model_len: longest prompt and output together, in tokens; None leaves the check to the server.
+        max_model_len: maximum tokens of prompt and output together; None leaves the check to the server.
         request_timeout_s: deadline of one request.
         max_retries: attempts after the first one, for transient failures.
         seed: seed of this rollout's requests; None lets the server draw.
-        unlabelled_version: version of tokens whose server was never given one; None rejects them.
+        unlabelled_version: version of tokens whose server has no version label; None rejects them.
         renderer: tokenizer with chat template and its arguments, shared by all copies. None: one without arguments.
     """
 
@@ -132,7 +132,7 @@ class TrainableLLM:
         return Chat(self.renderer, answer, tools, messages)
 
     def next_request_seed(self) -> int | None:
-        """Return the seed of the next request: a function of the rollout's seed and the number of requests so far."""
+        """Return the seed of the next request, derived from the rollout's seed and the number of requests so far."""
         number = self.counters.requests
         self.counters.requests += 1
         return None if self.seed is None else (self.seed + number * _SEED_STEP) & _SEED_MASK
@@ -142,18 +142,18 @@ class TrainableLLM:
         return self.base_url.rstrip("/")
 
     def load_tokenizer(self) -> None:
-        """Do nothing: the tokenizer is always loaded. PipelineRL's domain files call this."""
+        """Do nothing: the tokenizer is always loaded. For PipelineRL's domain files."""
 
 
 async def llm_async_generate(llm: TrainableLLM, prompt: Prompt, session: aiohttp.ClientSession) -> LLMCall:
     """Return the model's answer to `prompt`.
 
-    The chat template is applied here and token ids are sent and received, so the ids of the training sample are exactly
-    the ones that the server saw and sampled. With `prompt.tools`, tool calls in the answer are parsed into
-    `output.tool_calls`, and `output.content` is the text around them. For several turns see `llm.chat(session)`.
+    The chat template is applied here and token ids are sent and received, so the training sample has exactly the ids
+    that the server saw and sampled. With `prompt.tools`, tool calls are parsed into `output.tool_calls`, and
+    `output.content` is the text around them. For several turns see `llm.chat(session)`.
 
     Raises:
-        RolloutError: the rollout cannot continue (context full, request refused, answer unusable). Do not catch it:
+        RolloutError: the rollout cannot continue (context full, request rejected, answer unusable). Do not catch it:
             the actor counts it and continues with other rollouts.
     """
     if prompt.token_ids is not None:
@@ -164,7 +164,7 @@ async def llm_async_generate(llm: TrainableLLM, prompt: Prompt, session: aiohttp
 
 
 def make_training_text(llm: TrainableLLM, llm_call: LLMCall) -> TrainingText:
-    """Return the trainable text of one call: prompt ids, then output ids, of which only the output is trained.
+    """Return the trainable text of one call: prompt ids and output ids, of which only the output is trained.
 
     `finished` is true if the model ended the sequence itself.
     """
@@ -203,7 +203,7 @@ async def generate(
         temperature=llm.temperature,
     )
     if prompt.tools:
-        # Some formats mark a call with a special token, which the plain text lacks.
+        # Some formats mark calls with special tokens, which the plain text lacks.
         raw = sampled_text(llm.renderer, call)
         if completion.stop_string:
             raw = cut_at(raw, completion.stop_string)
@@ -219,10 +219,10 @@ async def complete(llm: TrainableLLM, prompt_ids: list[int], session: aiohttp.Cl
     """Return one completion of `prompt_ids`, after at most `max_retries` retries.
 
     Raises:
-        RolloutError: the context is full (before any request is sent), the server refuses this request, or its answer
-            cannot be trained on.
-        RetryableRolloutError: every attempt failed for a transient reason.
-        EndRunError: the server's answer means that no request can ever succeed.
+        RolloutError: the context is full (nothing is sent), the server rejects the request, or its answer cannot be
+            trained on.
+        RetryableRolloutError: all attempts failed for transient reasons.
+        EndRunError: no request can ever succeed.
     """
     body = msgspec.json.encode(request_body(llm, prompt_ids))
     url = llm.get_base_url() + GENERATE_PATH
@@ -256,7 +256,7 @@ def request_body(llm: TrainableLLM, prompt_ids: list[int]) -> dict[str, Any]:
     """Return the request for one completion of `prompt_ids`.
 
     Raises:
-        RolloutError: `context_overflow` or `empty_prompt`, which the server would have to refuse.
+        RolloutError: `context_overflow` or `empty_prompt`, which the server would reject.
     """
     if not prompt_ids:
         raise RolloutError("empty_prompt", "the prompt has no token")
@@ -289,7 +289,7 @@ class Verdict(enum.Enum):
 class Fault(enum.Enum):
     """Ways for a request to fail without an HTTP error status."""
 
-    #: Nobody listens at the address, or the machine does not answer: the server may be restarting.
+    #: Nothing listens at the address, or the machine does not answer: the server may be restarting.
     REFUSED = "refused"
     #: No connection was attempted: the name does not resolve, or this process is out of descriptors or ports.
     CANNOT_CONNECT = "cannot_connect"
@@ -321,9 +321,9 @@ class Reply(NamedTuple):
 
 
 def classify(problem: int | Fault) -> Verdict:
-    """Return the verdict on an HTTP status or a fault: what may pass is retried; other statuses are about the request.
+    """Return the verdict on an HTTP status or a fault. Transient problems are retried.
 
-    An aborted completion has not ended: it is retried, and never a training row.
+    An aborted completion is incomplete: it is retried and never trained on.
     """
     if isinstance(problem, Fault) or problem >= 500 or problem in _TRY_AGAIN:
         return Verdict.RETRY
@@ -331,18 +331,18 @@ def classify(problem: int | Fault) -> Verdict:
 
 
 def reason_of(problem: int | Fault) -> str:
-    """Return the word under which this problem is counted, for instance `http_500` or `timeout`."""
+    """Return the name under which this problem is counted, for instance `http_500` or `timeout`."""
     return problem.value if isinstance(problem, Fault) else f"http_{problem}"
 
 
 def connect_fault(error: OSError) -> tuple[Fault, str]:
-    """Return what a failed connection attempt means, and its cause in words."""
+    """Return what a failed connection attempt means, and a description of its cause."""
     text = str(error) or type(error).__name__
     if isinstance(error, socket.gaierror):
         return Fault.CANNOT_CONNECT, f"cannot resolve the host name: {text}"
     if error.errno in (errno.EMFILE, errno.ENFILE):
         return Fault.CANNOT_CONNECT, f"{text} (raise the limit of open files, `ulimit -n`, where the run is launched)"
-    # Several addresses that failed in different ways come as one error without errno: the other machine was asked.
+    # Several addresses that failed in different ways give one error without errno: the other machine was contacted.
     return (Fault.CANNOT_CONNECT if error.errno in _LOCAL_ERRORS else Fault.REFUSED), text
 
 
@@ -351,7 +351,7 @@ def retry_delay_s(attempt: int, jitter: float, retry_after_s: float | None = Non
 
     Args:
         attempt: retries already made.
-        jitter: number in [0, 1) that spreads callers that failed together.
+        jitter: number in [0, 1) that spreads out callers that failed together.
         retry_after_s: the server's `Retry-After`, honored up to 10 s.
     """
     delay_s: float = min(_MAX_DELAY_S, _FIRST_DELAY_S * 2**attempt) * (0.5 + 0.5 * jitter)
@@ -361,9 +361,9 @@ def retry_delay_s(attempt: int, jitter: float, retry_after_s: float | None = Non
 
 
 def open_session() -> aiohttp.ClientSession:
-    """Return a session for internal servers: connections are kept and unlimited, and proxies of the environment unused.
+    """Return a session for internal servers: unlimited keep-alive connections, no proxies of the environment.
 
-    The scheduler limits what is in flight; a second limit here would hide queueing from it.
+    The scheduler limits the requests in flight; another limit here would hide queueing from it.
     """
     return aiohttp.ClientSession(
         connector=aiohttp.TCPConnector(limit=0, limit_per_host=0, ttl_dns_cache=300, keepalive_timeout=_KEEP_ALIVE_S),
@@ -376,13 +376,12 @@ def open_session() -> aiohttp.ClientSession:
 async def post(
     session: aiohttp.ClientSession, url: str, body: bytes, *, timeout_s: float, token: str = "", accept: str = "*/*"
 ) -> Reply:
-    """Send one JSON request and read the whole answer. Does not raise for what goes wrong on the way.
+    """Send one JSON request and read the whole answer. Network failures do not raise.
 
     Args:
         session: from `open_session`.
-        url: where to.
         body: JSON.
-        timeout_s: for all of it, connecting included.
+        timeout_s: total, including the connection.
         token: sent as bearer token if not empty.
         accept: media types that the caller reads.
     """
@@ -390,7 +389,7 @@ async def post(
     if token:
         headers["Authorization"] = f"Bearer {token}"
     try:
-        # A redirect would carry prompts and token elsewhere; our servers send none.
+        # Never follow a redirect with prompts and token; our servers send none.
         async with session.post(
             url, data=body, headers=headers, timeout=aiohttp.ClientTimeout(total=timeout_s), allow_redirects=False
         ) as response:
@@ -408,5 +407,5 @@ async def post(
 
 
 def _seconds(value: str | None) -> float | None:
-    """Read a `Retry-After` in seconds; its other form, a date, is ignored."""
+    """Parse a `Retry-After` in seconds; its other form, a date, is ignored."""
     return float(value) if value is not None and value.strip().isdigit() else None

@@ -1,4 +1,4 @@
-"""From answers to samples: sequences that only grow, and the one check of what a rollout function returned."""
+"""From answers to samples: growing token sequences, and the check of what a rollout function returned."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _INT64_LIMIT = 1 << 63
 
 @dataclass(slots=True)
 class Turn:
-    """Output tokens `[start, end)` of the sequence, the call that sampled them and the reward of this turn, if any."""
+    """Output tokens `[start, end)` of the sequence, the call that sampled them, and the turn's reward, if any."""
 
     start: int
     end: int
@@ -33,7 +33,7 @@ class Turn:
 
 @dataclass(slots=True)
 class Transcript:
-    """One growing sequence. `ids` are the last prompt and its answer; `text` is the same in the template's words."""
+    """One growing sequence. `ids` are the last prompt and its answer; `text` is the same as text."""
 
     ids: list[int] = field(default_factory=list)
     text: str = ""
@@ -43,7 +43,7 @@ class Transcript:
         """Add a call whose prompt begins with all ids so far.
 
         Args:
-            call: its ids are kept as they are.
+            call: its ids are kept unchanged.
             text: prompt and answer as text.
 
         Raises:
@@ -60,7 +60,7 @@ class Transcript:
     def training_text(self, reward: float | None = None) -> TrainingText:
         """Return one sample in which exactly the sampled tokens of all turns are trained.
 
-        Tokens are masked by position, never by id: end tokens and stop strings were sampled and are trained.
+        Tokens are masked by position, never by id: sampled end tokens and stop strings are trained.
         """
         labels = [IGNORED_LABEL] * len(self.ids)
         logprobs: list[float] = []
@@ -99,7 +99,7 @@ def text_of_call(call: LLMCall, reward: float | None = None) -> TrainingText:
 
 
 def _append_spans(spans: list[VersionSpan], more: list[VersionSpan], offset: int) -> None:
-    """Append `more`, shifted by `offset`; neighbors of one version become one span."""
+    """Append `more`, shifted by `offset`; adjacent spans of one version are merged."""
     for span in more:
         start, end = span.start + offset, span.end + offset
         if spans and spans[-1].version == span.version:
@@ -112,7 +112,7 @@ def check_result(result: Any, function: Any) -> RolloutResult:
     """Return `result` if it is a `RolloutResult` with texts and metrics.
 
     Raises:
-        DomainError: it is something else: the user has to change `function`, and the run ends.
+        DomainError: it is something else. The run ends: the user has to change `function`.
     """
     code = getattr(inspect.unwrap(function), "__code__", None)
     where = f" ({code.co_filename}:{code.co_firstlineno})" if code is not None else ""
@@ -138,7 +138,7 @@ def check_result(result: Any, function: Any) -> RolloutResult:
 
 
 def complete_texts(result: RolloutResult, temperature: float, versions: Collection[int]) -> None:
-    """Fill in what a hand-made text may leave out: its version and its temperature.
+    """Fill in what a hand-made text may omit: version and temperature.
 
     Args:
         result: of one rollout.
@@ -146,7 +146,7 @@ def complete_texts(result: RolloutResult, temperature: float, versions: Collecti
         versions: policy versions that answered them.
 
     Raises:
-        RolloutError: `unversioned`, if it could be any of several versions.
+        RolloutError: `unversioned`, if several versions are possible.
     """
     unversioned = []
     for text in result.training_texts:
@@ -165,7 +165,7 @@ def complete_texts(result: RolloutResult, temperature: float, versions: Collecti
 
 
 def _version_of(stated: Any, seen: Collection[int]) -> int | None:
-    """Return the version of texts without spans: the stated one, else the only one seen, None if none is known."""
+    """Return the version of texts without spans: the stated one, else the only one seen; None if unknown."""
     versions = ", ".join(map(str, sorted(seen)))
     if stated is None:
         if len(seen) > 1:
@@ -199,11 +199,10 @@ def build_samples(
         group_id: of its group.
         rollout_id: of the rollout.
         incarnation: of the run.
-        temperature: at which the trainer computes log-probs; texts sampled at another one are rejected. None accepts
-            any.
+        temperature: of the trainer's log-probs; texts sampled at another one are rejected. None accepts any.
 
     Raises:
-        RolloutError: a text cannot be trained on; its reason says why. The whole rollout has failed then.
+        RolloutError: a text cannot be trained on, so the whole rollout fails; `reason` says why.
     """
     samples = []
     for index, text in enumerate(texts):
@@ -249,7 +248,7 @@ def recorded_samples(
 ) -> list[EvaluationSample]:
     """Return the texts of an evaluation's rollout, for people to read, with ids `{rollout_id}/s{k}`.
 
-    Nothing of it is trained, so nothing is rejected: texts without log-probs, rewards or ids are recorded as they are.
+    They are never trained on, so texts without log-probs, rewards or ids are recorded as they are.
 
     Args:
         texts: as the rollout function returned them.
@@ -285,10 +284,10 @@ def recorded_samples(
 
 
 def summarize(result: RolloutResult, rollout_id: str) -> RolloutSummary:
-    """Return the numbers of a rollout, without metrics that fp32 cannot hold (means of larger ones may be infinite).
+    """Return the numbers of a rollout, without metrics beyond the range of fp32 (their means may be infinite).
 
     Raises:
-        RolloutError: `bad_reward` or `bad_value`, if the reward in the metrics or the latency is no such number.
+        RolloutError: `bad_reward` or `bad_value`, if the reward in the metrics or the latency is not such a number.
     """
     latency_s = float(result.latency or 0.0)
     if not _fits(latency_s):
@@ -310,11 +309,11 @@ def summarize(result: RolloutResult, rollout_id: str) -> RolloutSummary:
 
 
 def version_range(texts: list[TrainingText], seen: Collection[int] = ()) -> tuple[int, int] | None:
-    """Return the oldest and the newest policy version that sampled a token, or None without any token.
+    """Return the oldest and the newest policy version that sampled a token, or None without tokens.
 
     Args:
         texts: of one rollout.
-        seen: versions that answered its requests; they count if the texts name none.
+        seen: versions that answered its requests, used if the texts name none.
     """
     versions = [span.version for text in texts for span in text.version_spans] or seen
     return (min(versions), max(versions)) if versions else None
@@ -324,7 +323,7 @@ def checked_reward(value: Any) -> float:
     """Return a reward as a float; 0.0 stays 0.0.
 
     Raises:
-        RolloutError: `bad_reward` for None, NaN, what fp32 cannot hold, and anything that is not one number.
+        RolloutError: `bad_reward` for None, NaN, values beyond fp32, and anything that is not one number.
     """
     if not hasattr(value, "__float__") or isinstance(value, str):
         raise RolloutError("bad_reward", f"reward is {value!r}, expected a number")
@@ -338,13 +337,13 @@ def checked_reward(value: Any) -> float:
 
 
 def plain_metadata(metadata: dict[str, Any]) -> dict[str, Any]:
-    """Return plain data of the same shape, whatever user code put in.
+    """Return `metadata` as plain data of the same shape.
 
-    What a record cannot hold becomes text: objects, NaN and infinities, integers of more than 64 bits. Lone surrogates
-    become question marks.
+    What a record cannot hold becomes text: objects, NaN and infinities, integers beyond 64 bits. Lone surrogates become
+    question marks.
 
     Raises:
-        Exception: of any kind, if it is not a dict, or contains itself.
+        Exception: of any kind, if it is not a dict or contains itself.
     """
     if not metadata:
         return {}
@@ -353,12 +352,12 @@ def plain_metadata(metadata: dict[str, Any]) -> dict[str, Any]:
 
 
 def encodable(text: str) -> str:
-    """Return `text` with question marks for lone surrogates, which no encoding can carry."""
+    """Return `text` with question marks for lone surrogates, which UTF-8 cannot encode."""
     return text.encode("utf-8", "replace").decode("utf-8")
 
 
 def safe_text(value: object) -> str:
-    """Return the text of an exception (or another object) of user code, even if its `__str__` fails."""
+    """Return the text of an exception or another object of user code, even if its `__str__` fails."""
     try:
         return encodable(str(value))
     except Exception:  # noqa: BLE001 - user code
@@ -366,7 +365,7 @@ def safe_text(value: object) -> str:
 
 
 def _check_lengths(text: TrainingText) -> int:
-    """Return the number of trained tokens after checking that ids, labels and log-probs belong together."""
+    """Return the number of trained tokens after checking that ids, labels and log-probs match."""
     if len(text.labels) != len(text.input_ids):
         raise RolloutError("length_mismatch", f"{len(text.labels)} labels for {len(text.input_ids)} ids")
     trained = 0

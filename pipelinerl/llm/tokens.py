@@ -1,4 +1,4 @@
-"""Prompts and answers as text and as token ids: the tokenizer, its chat template, and the ids that new messages add."""
+"""Prompts and answers as text and as token ids: the tokenizer and its chat template."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from pipelinerl.errors import RolloutError
 from pipelinerl.records import VersionSpan
 
 THINK, THOUGHT = "<think>", "</think>"  # around what a model thinks
-# Tokenizer classes that are fully described by their files. For other names `AutoTokenizer` decides by model type: a
-# Qwen2 model with its own tokenizer would keep the vocabulary and silently get Qwen2's pre-tokenizer.
+# Tokenizer classes that their files describe completely. For other names `AutoTokenizer` goes by model type: a Qwen2
+# model with its own tokenizer would keep the vocabulary but silently get Qwen2's pre-tokenizer.
 _GENERIC_CLASSES = ("PreTrainedTokenizerFast", "TokenizersBackend")
 # Enough for any pre-tokenizer rule that looks at the preceding text.
 _CONTEXT_CHARACTERS = 64
@@ -38,12 +38,11 @@ def load_tokenizer(model_path: str, *, trust_remote_code: bool = False, local_fi
         local_files_only: download nothing.
 
     Raises:
-        OSError: there is none.
+        OSError: not found.
     """
     import transformers
 
-    # Checked here because `AutoTokenizer`, which loads with its first use, costs seconds and 300 MiB that tiny models
-    # can do without.
+    # `AutoTokenizer`, which is loaded on first use, costs seconds and 300 MiB that tiny models can do without.
     file = Path(model_path) / "tokenizer_config.json"
     if file.is_file() and _class_name(file) in _GENERIC_CLASSES:
         return transformers.PreTrainedTokenizerFast.from_pretrained(model_path)
@@ -63,8 +62,8 @@ def _class_name(file: Path) -> str | None:
 class ChatRenderer:
     """Renders chats with `tokenizer`, a Hugging Face tokenizer with a chat template. Thread-safe.
 
-    Encodes with a private copy of the fast tokenizer, so that nobody can change its truncation or padding. A tokenizer
-    without a fast backend is used under a lock.
+    Encodes with a private copy of the fast tokenizer, so that nothing else changes its truncation or padding. A
+    tokenizer without a fast backend is used under a lock.
 
     Args:
         tokenizer: of the model.
@@ -92,7 +91,7 @@ class ChatRenderer:
             RolloutError: `bad_prompt` if the chat template rejects these messages.
         """
         try:
-            msgspec.json.encode((messages, tools))  # plain data: its representation is all there is to it
+            msgspec.json.encode((messages, tools))  # plain data, so its `repr` identifies it
         except (TypeError, ValueError):
             text = self.render_text(messages, tools)
             return text, self.encode(text)
@@ -117,7 +116,7 @@ class ChatRenderer:
     ) -> str:
         """Return the prompt text for `messages`.
 
-        For a template that does not know the role `developer`, that is `system`: templates leave out such messages.
+        If the template does not know the role `developer`, it becomes `system`: templates drop unknown roles.
 
         Args:
             messages: the chat.
@@ -148,9 +147,9 @@ class ChatRenderer:
             raise RolloutError("bad_prompt", f"the chat template rejected the messages: {error}") from error
 
     def encode_prompt(self, text: str) -> list[int]:
-        """Return the ids of a prompt without a chat template: `encode`, after the token that begins every text.
+        """Return the ids of a prompt without a chat template: `encode`, after the beginning-of-text token.
 
-        It is added where the tokenizer itself would add it, and only once.
+        The token is added if the tokenizer itself would add it, and only once.
 
         Raises:
             RolloutError: `bad_prompt`, as in `encode`.
@@ -158,7 +157,7 @@ class ChatRenderer:
         ids, first = self.encode(text), getattr(self.tokenizer, "bos_token_id", None)
         if first is None or ids[:1] == [first]:
             return ids
-        # Encoders of a fast tokenizer cannot be changed by others, so an empty text tells what they add.
+        # An empty text shows what the tokenizer adds.
         if self._fast is not None:
             added = self._fast.encode("", add_special_tokens=True).ids
         else:
@@ -178,7 +177,7 @@ class ChatRenderer:
             return list(self.tokenizer.encode(text, add_special_tokens=False))
 
     def encode_after(self, before: str, text: str) -> list[int]:
-        """Return the ids of `text` where it follows `before`.
+        """Return the ids of `text` after `before`.
 
         Some tokenizers encode the first word of a text differently from the same word in the middle.
         """
@@ -189,7 +188,7 @@ class ChatRenderer:
         boundary = len(context)
         first = next((i for i, (start, _) in enumerate(encoding.offsets) if start >= boundary), None)
         if first is None or any(end > boundary for _, end in encoding.offsets[:first]):
-            return self.encode(text)  # one token spans the boundary: encoding the text by itself is the best we can do
+            return self.encode(text)  # a token spans the boundary: encode the text by itself
         return list(encoding.ids[first:])
 
     def _encode_fast(self, text: str) -> Encoding:
@@ -252,7 +251,7 @@ class LLMCall:
 
     @property
     def graded_text(self) -> str:
-        """The answer as graders read it: if the prompt ended with `<think>`, that comes first."""
+        """The answer as graders read it, beginning with `<think>` if the prompt ended with it."""
         return opened_thinking(self.prompt_text) + (self.output.content or "")
 
     @property
@@ -265,7 +264,7 @@ class LLMCall:
 
 
 def sampled_text(renderer: ChatRenderer, call: LLMCall) -> str:
-    """Return the answer as a template would have to write it: special tokens kept, without the one that ended it."""
+    """Return the answer as a template would write it: with special tokens, except the one that ended it."""
     ids = call.output_token_ids
     if ended_by_token(renderer, call):
         ids = ids[:-1]
@@ -284,12 +283,12 @@ def is_begun(last: Sequence[dict[str, Any]]) -> bool:
 
 
 def after_thinking(text: str) -> str:
-    """Return what a model states: what follows its last `</think>`, without thoughts that are not finished."""
+    """Return what a model states: the text after its last `</think>`, without unfinished thoughts."""
     return text.rpartition(THOUGHT)[2].partition(THINK)[0]
 
 
 def opened_thinking(prompt_text: str | None) -> str:
-    """Return the `<think>` at the end of a prompt, where templates of models that think may put it; else nothing."""
+    """Return the `<think>` at the end of a prompt, where templates of reasoning models may put it; else nothing."""
     return THINK if prompt_text is not None and prompt_text.rstrip().endswith(THINK) else ""
 
 

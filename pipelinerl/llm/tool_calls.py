@@ -1,6 +1,6 @@
 """Parses tool calls in a model's text. Never raises: a call that cannot be parsed is an entry in `errors`.
 
-What the model thinks is no call (`after_thinking`). Formats: Qwen and Hermes (`<tool_call>{json}</tool_call>`), Llama 3
+Calls inside `<think>` do not count. Formats: Qwen and Hermes (`<tool_call>{json}</tool_call>`), Llama 3
 (`<|python_tag|>{json}`, `<function=name>{json}</function>`, bare JSON) and OpenAI's JSON (`{"tool_calls": [...]}`).
 Time is linear in the length of the text.
 """
@@ -24,7 +24,7 @@ _BETWEEN = re.compile(r"[\s;,]*")
 _FUNCTION_CLOSE = "</function>"
 _BUILT_IN = re.compile(r'\s*([A-Za-z_]\w{0,63})\.call\(\s*(?:([A-Za-z_]\w{0,63})\s*=\s*"((?:[^"\\]|\\.)*)")?\s*\)\s*')
 _MAX_CALLS = 128
-# Pieces that are parsed, broken ones included: bounds the work on a text of a million opening tags.
+# Parsed pieces, including broken ones: bounds the work for a text with a million opening tags.
 _MAX_PIECES = 512
 _SHOWN_CHARACTERS = 120
 _DECODER = json.JSONDecoder(parse_constant=lambda name: _refuse(name))
@@ -92,7 +92,7 @@ def _read_python_tag(text: str, found: ParsedToolCalls) -> None:
         _add({"name": tool, "arguments": {key: value} if key else {}}, text, found)
         return
     if not text.lstrip().startswith(("{", "[")):
-        # Anything else after the tag is code for the Python tool.
+        # Anything else is code for the Python tool.
         _add({"name": "python", "arguments": {"code": text}} if text.strip() else None, text, found)
         return
     for value, shown in _json_values(text):
@@ -118,7 +118,7 @@ def _read_functions(text: str, found: ParsedToolCalls) -> str:
 
 
 def _read_bare(text: str, found: ParsedToolCalls) -> str:
-    """Bare JSON: the whole text has the shape of calls; anything else is an ordinary answer."""
+    """Bare JSON: the whole text is calls; anything else is an ordinary answer."""
     stripped = _without_end(text).strip()
     if not stripped.startswith(("{", "[")):
         return text
@@ -176,7 +176,7 @@ def _as_call(value: Any) -> tuple[str, str] | None:
         return None
     try:
         text = json.dumps(arguments, ensure_ascii=False, allow_nan=False)
-        # A lone surrogate is a valid Python string but has no UTF-8 form.
+        # A lone surrogate is valid in a Python string but not in UTF-8.
         f"{name}{text}".encode()
     except (ValueError, RecursionError):
         return None

@@ -1,16 +1,14 @@
-"""From groups to batches: each group is scored once, what cannot be trained is rejected with a reason, and the rest
-waits in a queue for its step. `LastStep` says when no further batch is due. No clock, I/O, threads or torch.
+"""From groups to batches: each group is scored once, untrainable samples are rejected with a reason, and the rest waits
+in a queue for its step. `LastStep` says when no further batch is due. No clock, I/O, threads or torch.
 
-Whole groups leave in the order in which they came. Rejections are returned to the caller, which writes their fates.
-
-Every rejection has a fate and a short reason:
+Groups leave whole and in order. Rejections are returned to the caller, which writes their fates:
 
 | fate     | reason                 | when                                                                        |
 |----------|------------------------|-----------------------------------------------------------------------------|
 | failed   | no_ref_logprobs        | the reference servers could not score it                                    |
-| filtered | no_trained_tokens      | nothing to train on                                                         |
+| filtered | no_trained_tokens      | it has no tokens to train                                                   |
 | filtered | longer_than_seq_length | more tokens than `finetune.seq_length`                                      |
-| filtered | overlong               | cut at the token limit, with `rl.overlong_filtering`                        |
+| filtered | overlong               | truncated at the token limit, with `rl.overlong_filtering`                  |
 | filtered | reward_range           | mean reward of its group outside `rl.filter_reward_low` .. `..._high`       |
 | filtered | zero_advantage         | no sample of its group has one, with `rl.filter_zero_advantage_groups`      |
 | stale    | rolled_back            | sampled by a version that no longer exists after a resume                   |
@@ -51,9 +49,8 @@ class ResumePoint:
         next_step: step of the next batch.
         actor_offset: offset in `actor` to read from; `dispatched_groups` and `settled_samples` after it are done.
         epochs_done: passes over the problems at the last batch.
-        first_steps: by incarnation, the first step that it made a batch for. If an older incarnation sampled with a
-            version from that step on, the batch of that version was lost with the machine, so the version is not the
-            policy that has this number now.
+        first_steps: the first step of each incarnation's batches. A version from that step on, sampled by an older
+            incarnation, was lost with its batch: the number now denotes another policy.
         step_samples: number of samples by step.
     """
 
@@ -90,11 +87,11 @@ def repeated_4grams(sample: Sample) -> float | None:
 
 
 class GroupScorer:
-    """Scores and filters groups. A group that is read twice has one effect.
+    """Scores and filters groups; a group that is read twice counts once.
 
     Args:
-        resume: what is settled already.
-        add_reference: None: samples get no reference log-probs here.
+        resume: what is already settled.
+        add_reference: None: no reference log-probs are added here.
     """
 
     def __init__(
@@ -107,7 +104,7 @@ class GroupScorer:
         self._repeated: list[float] = []
 
     def score(self, entries: Sequence[Entry[Group]]) -> list[tuple[Entry[Group], list[Rejection]]]:
-        """The groups that were not seen before, each with its trainable samples only, and what was rejected."""
+        """New groups with their trainable samples, and what was rejected of each."""
         fresh = []
         for entry in entries:
             if entry.record.id not in self._resume.dispatched_groups:
@@ -138,7 +135,7 @@ class GroupScorer:
         return means
 
     def _reference_of(self, samples: Sequence[Sample]) -> dict[str, Sample | None]:
-        """By id, the samples that were sent to the reference servers; those that cannot be trained are not sent."""
+        """Scored samples by id (None: not scored). Samples that cannot be trained are not sent to the servers."""
         if self._add_reference is None:
             return {}
         wanted = [s for s in samples if s.num_trained_tokens and len(s.input_ids) <= self._config.seq_length]
@@ -224,11 +221,11 @@ class Batcher:
     Args:
         samples_per_step: a step closes when it has at least this many samples.
         capacity_samples: the queue never holds more if `drop_oldest`; None is unbounded.
-        drop_oldest: what `add` does when the queue is full: drop from its old end (True), or nothing; then the caller
-            stops reading while `is_full`.
+        drop_oldest: whether `add` drops the oldest groups when the queue is full; else the caller stops reading while
+            `is_full`.
         max_version_lag: `finetune.max_version_lag`.
-        rounds: with rounds, a step closes only when the samples of its whole round are here.
-        step_samples: samples by step of the batches that were closed before a restart.
+        rounds: with rounds, a step closes only when the samples of its whole round have arrived.
+        step_samples: number of samples by step of the batches closed before a restart.
     """
 
     def __init__(
@@ -282,7 +279,7 @@ class Batcher:
         return dropped
 
     def purge_stale(self, step: int) -> list[Rejection]:
-        """Drop what would be too old in optimizer step `step`, which trains weights of version `step - 1`."""
+        """Drop samples that are too old for optimizer step `step`, which trains weights of version `step - 1`."""
         kept: deque[Entry[Group]] = deque()
         rejections: list[Rejection] = []
         for group in self._groups:
@@ -295,7 +292,7 @@ class Batcher:
         return rejections
 
     def close_step(self, step: int) -> Groups | None:
-        """Take whole groups for `step` if there are enough samples, else None. Call `purge_stale(step)` before."""
+        """Take whole groups for `step` if there are enough samples, else None. Call `purge_stale(step)` first."""
         if self._rounds is not None:
             return self._close_step_of_round(step, self._rounds)
         if self._num_samples < self._samples_per_step:
@@ -303,7 +300,7 @@ class Batcher:
         return self._take(self._samples_per_step)
 
     def close_rest(self, step: int, end_offset: int) -> Groups | None:
-        """Take for `step` what came before `end_offset`, up to a whole step. None: nothing of it is here."""
+        """Take groups from before `end_offset` for `step`, up to a whole step. None: there are none."""
         taken: Groups = []
         while self._groups and self._groups[0].offset < end_offset and num_samples(taken) < self._samples_per_step:
             taken.append(self._pop())
@@ -340,9 +337,9 @@ class Batcher:
 class LastStep:
     """Whether the passes of `finetune.max_epochs` are over, so that no further batch is due.
 
-    Training ends with the batch that has the last groups of the passes. To fill that batch the actor repeats problems,
-    but many groups may be filtered, in the end all of them. So after one more pass the batch is closed with what is
-    there, and if nothing is there, the trainer is told that no batch follows.
+    Training ends with the batch that has the last groups of the passes. To fill it the actor repeats problems, but many
+    groups may be filtered, or all of them. So after one more pass the batch is closed with what is there; if nothing
+    is, the trainer is told that no batch follows.
 
     Args:
         max_epochs: `finetune.max_epochs`; None: never ends.
@@ -357,7 +354,7 @@ class LastStep:
         self._step = step
         self._closed_epochs = epochs_done
         self._given_up = False
-        # Passes that were done when they were first enough, or when the last batch after that was closed.
+        # Passes done when they were first enough, or when the last batch after that was closed.
         self._over_since: float | None = None
         #: Set once one more pass has not filled the open batch: only groups before this offset are still trained.
         self.rest_end: int | None = None
@@ -365,7 +362,7 @@ class LastStep:
         self.see(epochs_done)
 
     def see(self, epochs_done: float) -> None:
-        """Note the passes that a group says are done, also a group of which nothing is trained."""
+        """Note the passes that a group reports as done, even if nothing of it is trained."""
         self.seen_epochs = max(self.seen_epochs, epochs_done)
         if self._over_since is None and self.max_epochs is not None and self.seen_epochs >= self.max_epochs:
             self._over_since = self.seen_epochs
@@ -386,10 +383,10 @@ class LastStep:
         return ends or self._given_up
 
     def close_step(self, batcher: Batcher, step: int, end_offset: int) -> Groups | None:
-        """The groups of batch `step`; for the last one of the passes, what is there. None: no batch now, or ever.
+        """The groups of batch `step`; for the last batch of the passes, what is there. None: no batch now, or ever.
 
         Args:
-            end_offset: groups before it came in.
+            end_offset: groups before it have arrived.
         """
         if self.rest_end is None and (groups := batcher.close_step(step)):
             return groups
@@ -403,7 +400,7 @@ class LastStep:
         """Whether one more pass did not fill the batch that would be the last; then `rest_end` is set.
 
         Args:
-            end_offset: groups before it came in.
+            end_offset: groups before it have arrived.
         """
         if self._over_since is None:
             return False

@@ -9,8 +9,7 @@
 | room in `training_data`   | the trainer, which reads a batch   | a stream has a byte budget and is full           |
 | reference log-probs       | the `preprocessor_llm` servers     | with a KL term and a pool of reference servers   |
 
-The first two end in the same call: the feed wakes the blocked read. Training done ends the loop, and the process with
-exit code 0.
+The feed wakes the blocked read. The end of training ends the loop, and the process with exit code 0.
 """
 
 from __future__ import annotations
@@ -67,14 +66,14 @@ logger = logging.getLogger(__name__)
 READ_TIMEOUT_S = 5.0
 ACTOR_INSTANCE = "actor_0"
 TRAINER_INSTANCE = "finetune_0"
-# One batch in training and one that is ready when it ends: more would only grow old in the stream.
+# One batch in training and the next one ready: more would only become stale in the stream.
 MAX_STEPS_AHEAD = 2
 #: Groups that are queued at once.
 _CHUNK_GROUPS = 2
 
 
 def main(context: RoleContext) -> None:
-    """Run the preprocessor until the trainer says that training is done, or recorded groups are used up."""
+    """Run the preprocessor until training is done or recorded groups are used up."""
     resume = find_resume_point(context.streams, context.job.name, context.incarnation)
     loop = PreprocessLoop(context, resume, reference_scorer(context))
     logger.info("next step %d, reading %s from offset %d", resume.next_step, ACTOR_TOPIC, resume.actor_offset)
@@ -143,11 +142,11 @@ class PreprocessLoop:
         )
         self._finetune, self._num_ranks, self._incarnation = config.finetune, max(trainer_ranks, 1), context.incarnation
         self._outputs = Outputs(context.streams, context.job.name, context.incarnation, is_read=trainer_ranks > 0)
-        # Without a trainer nobody ends with the passes.
+        # Without a trainer, passes end nothing.
         max_epochs = config.finetune.max_epochs if trainer_ranks else None
         self._last_step = LastStep(max_epochs, update_interval(config), resume.next_step - 1, resume.epochs_done)
         recorded = recorded_streams(config)
-        # The groups of another run are all there; when they are used up, so is the work.
+        # Groups recorded by another run are complete; the work ends with them.
         self._is_recorded, self._used_up = recorded is not None, False
         self._groups = (recorded or context.streams).reader(
             ACTOR_TOPIC,
@@ -166,7 +165,7 @@ class PreprocessLoop:
     def run(self) -> None:
         """Loop until training is done or recorded groups are used up."""
         self._feed.start()
-        # There is no room only when training is done; what the batch held is as pending as what the queue holds.
+        # NoRoom is raised only when training is done; the samples of that batch stay pending, as those in the queue.
         with contextlib.suppress(NoRoom):
             while not self._view.is_done and not self._used_up:
                 entries = self._wait()
@@ -182,7 +181,7 @@ class PreprocessLoop:
             stack.callback(self._feed.stop)
 
     def _wait(self) -> Sequence[Entry[Group]]:
-        """Block until groups came in or the trainer said something; the latter gives an empty list."""
+        """Block until groups arrive, or the trainer sends a message (an empty list)."""
         if self._is_recorded:
             recorded = self._groups.read(0, max_records=64)
             self._used_up = not recorded
@@ -244,15 +243,15 @@ class PreprocessLoop:
 
 
 class TrainerView:
-    """What the trainer said last. One thread calls `take`; any thread may read.
+    """The last known state of the trainer. One thread calls `take`; any thread may read.
 
-    Only messages of this incarnation count: after a resume the trainer starts from its checkpoint and says so.
+    Only messages of this incarnation count: after a resume the trainer reports the checkpoint that it starts from.
 
     Args:
         incarnation: of this start of the run.
-        first_step: step that this process will dispatch first. In the first incarnation the trainer is right before it;
-            later ones have to hear from the trainer where it went back to.
-        bounded: False if there is no trainer (a run of actor and preprocessor alone): never hold back.
+        first_step: the first step that this process dispatches. In the first incarnation the trainer is right before
+            it; later ones have to learn where the trainer resumed.
+        bounded: False without a trainer: never wait.
     """
 
     def __init__(self, incarnation: int, first_step: int, bounded: bool = True) -> None:
@@ -265,7 +264,7 @@ class TrainerView:
         self.changes = 0
 
     def take(self, message: TrainerMessage) -> None:
-        """Digest one message.
+        """Handle one message.
 
         Raises:
             StreamError: the trainer's checkpoint is newer than the last batch in the stream.
@@ -282,7 +281,7 @@ class TrainerView:
         if isinstance(message, StepDone | TrainerStarted):
             self.steps_done = message.step
         elif isinstance(message, WeightUpdateSuccess):
-            # Version v is the result of step v; after a resume it is the first thing that the trainer says.
+            # Version v is the result of step v.
             self.steps_done = message.version
         elif isinstance(message, TrainingDone):
             self.is_done = True
@@ -294,7 +293,7 @@ class TrainerView:
 
 
 class Outputs:
-    """What the preprocessor writes: fates, batches, metrics, and that the passes are over.
+    """What the preprocessor writes: fates, batches, metrics and the end of the passes.
 
     Args:
         is_read: a trainer reads the batches.
@@ -310,7 +309,7 @@ class Outputs:
         self._reasons: Counter[tuple[str, str]] = Counter()
 
     def write_fates(self, rejections: Iterable[Rejection], version: int) -> None:
-        """Write one record for each (group, fate, reason), before the samples are dropped."""
+        """Write one record per (group, fate, reason), before the samples are dropped."""
         bundles: dict[tuple[str, str, str], list[Rejection]] = {}
         for rejection in rejections:
             key = (rejection.sample.group_id, rejection.fate, rejection.reason)
@@ -337,7 +336,7 @@ class Outputs:
         """Publish one optimizer step.
 
         Raises:
-            NoRoom: the stream is full, and after `stop_waiting` nobody reads a batch any more.
+            NoRoom: the stream is full after `stop_waiting`: nobody reads batches any more.
         """
         self._batches.write(batch)
         self._batches.flush()
@@ -376,7 +375,7 @@ class Outputs:
         self._metrics.write(MetricRecord(source=self._job_name, step=step, time=record_time(), values=values))
 
     def stop_waiting(self) -> None:
-        """Training is done: a batch for which the stream has no room is not written. Any thread may call it."""
+        """Training is done: drop a batch for which the stream has no room. Thread-safe."""
         self._batches.end_waits()
 
     def close(self) -> None:

@@ -1,7 +1,7 @@
 """Log-probs of the sampled tokens under the frozen reference model, from the `preprocessor_llm` servers.
 
-The servers score a prompt without generating (`prompt_logprobs`). Those ignore the sampling temperature, so the config
-refuses reference servers at any temperature but 1.
+The servers score a prompt without generating (`prompt_logprobs`), which ignores the sampling temperature, so the
+configuration rejects reference servers at any temperature but 1.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ class ReferenceServers:
         """Return the samples with `ref_logprobs`; None for one that the servers could not score.
 
         Raises:
-            EndRunError: no request can ever succeed (wrong token, unknown route).
+            EndRunError: no request can succeed (wrong token, unknown route).
         """
         return asyncio.run(self._score_all(samples))
 
@@ -96,7 +96,7 @@ class ReferenceServers:
             verdict = classify(problem)
             if verdict is Verdict.END_RUN:
                 raise EndRunError(text)
-            # The samples exist already, so waiting for a server that restarts is worth it.
+            # The samples exist already, so it is worth waiting for a server that restarts.
             is_away = problem in _AWAY and time.monotonic() < give_up_at
             if verdict is Verdict.FAIL_ROLLOUT or (attempt >= self.max_retries and not is_away):
                 raise RolloutError(reason_of(problem), text)

@@ -1,9 +1,9 @@
-"""Records to bytes and back: one line of JSON each, checked for schema, checksum and finite numbers. No I/O.
+"""Encodes records as lines of JSON and decodes them, checking schema, checksum and finite numbers. No I/O.
 
 The last field, `crc`, has 8 hexadecimal digits: the CRC-32 of the line before it (without the closing brace).
 
-JSON has no NaN and no infinity: an encoder writes them as `null`, which a reader would take for "no value". A record
-that holds one is refused here, with the path to the number.
+JSON has neither NaN nor infinity; encoders write `null`, which a reader would take for a missing value. Such a record
+is rejected here, with the path to the number.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ class RecordCodec(Generic[T]):
             data = self._encoder.encode(record)
         except (TypeError, ValueError, OverflowError) as error:
             raise StreamError(f"cannot write a {type(record).__name__}: {error}") from error
-        # Every non-finite number becomes `null`: without that word there is nothing to look for.
+        # Non-finite numbers become `null`; without one there is nothing to search for.
         if b"null" in data:
             for path, value in _non_finite(record, ""):
                 raise StreamError(
@@ -72,7 +72,7 @@ class RecordCodec(Generic[T]):
             StreamError: not JSON, damaged, not of this type, or of another `schema`; the message says why.
         """
         try:
-            # The encoder writes `schema` last, so its own lines need no second look.
+            # Fast path: our encoder writes `schema` last.
             if not data.endswith(_SCHEMA_SUFFIX, 0, -_CRC_BYTES):
                 _refuse_schema(msgspec.json.decode(data, type=_SchemaProbe).schema)
             check_line(data)
@@ -101,10 +101,10 @@ def with_checksum(line: bytes) -> bytes:
 
 
 def check_line(line: bytes) -> None:
-    """Compare the checksum at the end of a record in JSON.
+    """Verify the checksum at the end of a record in JSON.
 
     Raises:
-        StreamError: it does not fit, or there is none.
+        StreamError: it is wrong or missing.
     """
     body = memoryview(line)[:-_CRC_BYTES]
     found = line[-_CRC_BYTES:]
@@ -151,7 +151,7 @@ def _non_finite(value: Any, path: str) -> Iterator[tuple[str, float]]:
 
 
 def _all_finite(values: Collection[Any]) -> bool:
-    """Whether these are numbers and all of them finite; a quick look that spares the walk."""
+    """Whether these are numbers and all finite: a fast check that saves the walk."""
     try:
         return all(map(math.isfinite, values))
     except (TypeError, OverflowError):

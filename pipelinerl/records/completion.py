@@ -1,10 +1,10 @@
-"""A completion on its way from server to client: packed there, checked here. No torch, no I/O.
+"""The wire format of completions: packed by the server, checked by the client. No torch, no I/O.
 
-A server packs it for a client that asks for `MEDIA_TYPE`: ids and log-probs are bytes, not text. That takes 8 bytes a
-token; vLLM's JSON takes 138, and making and reading that takes longer than all the rest of a request. It is a msgpack
-map, whose first byte is above 0x7f: no JSON text begins with that.
+Clients that accept `MEDIA_TYPE` get ids and log-probs as bytes: 8 bytes per token. vLLM's JSON takes 138, and encoding
+and decoding it takes longer than the rest of the request. A packed completion is a msgpack map, whose first byte is
+above 0x7f: no JSON text begins with that.
 
-A completion, packed or JSON, that passes the check can be trained on; any other has a reason.
+A completion in either form that passes the check can be trained on; any other is rejected with a reason.
 """
 
 from __future__ import annotations
@@ -48,11 +48,10 @@ class PackedSpan(msgspec.Struct, frozen=True):
 
 
 class PackedSegment(msgspec.Struct, frozen=True):
-    """Tokens that were sampled without an interruption. A segment that was cut off (`finish_reason` abort) may be
-    continued by another one.
+    """Tokens sampled without interruption. Another segment may continue one that was cut off (`finish_reason` abort).
 
-    `token_ids` are int32 and `logprobs` float32, both little-endian, one number a token; None: not asked for. Nothing
-    writes `routed_experts` (shape [tokens, layers, experts per token]) yet.
+    `token_ids` (int32) and `logprobs` (float32, None: not requested) are little-endian, one number per token.
+    `routed_experts` (shape [tokens, layers, experts per token]) is reserved.
     """
 
     token_ids: bytes
@@ -63,7 +62,7 @@ class PackedSegment(msgspec.Struct, frozen=True):
 
 
 class PackedCompletion(msgspec.Struct, frozen=True):
-    """A completion of one segment or several in order. The properties are those of the whole."""
+    """A completion of one or more segments, in order. The properties describe the whole."""
 
     layout: int
     segments: list[PackedSegment]
@@ -102,7 +101,7 @@ class _Layout(msgspec.Struct):
 
 
 def weight_label(version: int, policy: str = "") -> str:
-    """What a server calls the weights of `version`; of another policy than the run's only one: `policy:version`."""
+    """A server's label for the weights of `version`: the number, or `policy:version` for a named policy."""
     return f"{policy}:{version}" if policy else str(version)
 
 
@@ -110,7 +109,7 @@ def parse_weight_label(label: str) -> tuple[str, int]:
     """Return (policy, version) of a label.
 
     Raises:
-        ValueError: it is none.
+        ValueError: not a label.
     """
     policy, _, number = label.rpartition(":")
     if not (number.isascii() and number.isdecimal()):
@@ -153,7 +152,7 @@ def decode_completion(content: bytes) -> PackedCompletion:
     """Read the body of an answer.
 
     Raises:
-        ValueError: it is cut off, has other fields, no segment, or a layout that this version does not know.
+        ValueError: it is truncated, has other fields, no segment, or an unknown layout.
     """
     try:
         layout = _decode_layout(content).layout
@@ -174,16 +173,16 @@ def unpack_ids(data: bytes) -> list[int]:
     """Return the token ids of `pack_ids`.
 
     Raises:
-        ValueError: no whole number of ids.
+        ValueError: not a multiple of four bytes.
     """
     return _little_endian(array("i", _whole(data))).tolist()
 
 
 def unpack_logprobs(data: bytes) -> list[float]:
-    """Return float32 numbers as floats of the very same value; NaN and infinities stay what they are.
+    """Return float32 numbers as floats, exactly; NaN and infinities are kept.
 
     Raises:
-        ValueError: no whole number of numbers.
+        ValueError: not a multiple of four bytes.
     """
     return _little_endian(array("f", _whole(data))).tolist()
 
@@ -253,7 +252,7 @@ def is_finished(finish_reason: str) -> bool:
 def read_completion(
     content: bytes, collect_logprobs: bool = True, unlabelled_version: int | None = None
 ) -> Completion | Literal["aborted", "empty"]:
-    """Return the completion in `content`, or what it is that the request has to be sent again.
+    """Return the completion in `content`, or why the request has to be sent again.
 
     Args:
         content: body of the answer.
@@ -262,7 +261,7 @@ def read_completion(
 
     Raises:
         RolloutError: `bad_response`, `bad_finish_reason`, `length_mismatch`, `missing_logprobs`, `bad_logprob`,
-            `unversioned` or `bad_version_spans`. Nothing is shortened or filled in.
+            `unversioned` or `bad_version_spans`. Nothing is truncated or filled in.
     """
     try:
         answer = _read_packed(content) if is_packed(content) else _read_json(content)
@@ -323,8 +322,8 @@ def _read_json(content: bytes) -> _Answer:
 
 
 def are_logprobs(values: Sequence[float]) -> bool:
-    """False if a value is not finite, positive beyond rounding, or the server's stand-in for NaN."""
-    # Passes in C: a NaN or an infinity makes the sum one too.
+    """False if a value is not finite, positive beyond rounding, or the server's placeholder for NaN."""
+    # Runs in C: a NaN or an infinity makes the sum one too.
     if not len(values):
         return True
     return isfinite(sum(values)) and min(values) > LOWEST_LOGPROB and max(values) <= _HIGHEST_LOGPROB

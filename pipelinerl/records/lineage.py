@@ -1,7 +1,7 @@
-"""Which steps count: those of the newest incarnation, and of older ones only up to where a newer one resumed.
+"""Which steps count: all of the newest incarnation, and those of older ones up to where a newer one resumed.
 
-A run that resumes from the checkpoint of step k trains step k+1 again, under a higher incarnation; what the older
-incarnation did after step k was rolled back.
+A run that resumes from the checkpoint of step k repeats step k+1 under a higher incarnation; what the older
+incarnation did after step k is rolled back.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ class Lineage:
         self._last_step: int | None = None
 
     def add(self, message: TrainerMessage) -> None:
-        """Take the steps that a message of the trainer reports, if any."""
+        """Record the step that a message of the trainer reports, if any."""
         if isinstance(message, TrainerStarted):
             self.start(message.incarnation, message.step)
         elif isinstance(message, StepDone):
@@ -31,7 +31,7 @@ class Lineage:
         self._first_step[incarnation] = min(step, self._first_step.get(incarnation, step))
 
     def start(self, incarnation: int, step: int) -> None:
-        """`incarnation` continues from `step`; what older ones did after it no longer counts."""
+        """`incarnation` continues from `step`; later steps of older ones no longer count."""
         self._last_step = None
         self._first_step[incarnation] = min(step + 1, self._first_step.get(incarnation, step + 1))
 

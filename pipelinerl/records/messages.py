@@ -1,4 +1,4 @@
-"""Control messages, fates, metrics and evaluation results: everything on the wire that is not a rollout.
+"""Control messages, fates, metrics and evaluation results: all stream records without tokens.
 
 `TrainerMessage` is the type of the stream `trainer` (written by trainer rank 0, read by actor, preprocessor and
 launcher). `FateRecord`, `MetricRecord` and `EvaluationResult` have streams of their own.
@@ -20,15 +20,15 @@ _STARTED_AT = time.time() - time.monotonic()
 
 
 def record_time() -> float:
-    """The `time` of a record: seconds since the epoch by the clock at the start of this process. Durations are
-    differences of it, so a clock that is set meanwhile must not show."""
+    """The `time` of a record in seconds since the epoch. Monotonic, so that durations are right when the clock is
+    set."""
     return _STARTED_AT + time.monotonic()
 
 
 class TrainerStarted(msgspec.Struct, frozen=True, kw_only=True, tag="trainer_started"):
-    """First message of an incarnation: it trains on from `step`, with record `data_offset` of `training_data` next.
+    """First message of an incarnation: it continues from `step`; record `data_offset` of `training_data` is next.
 
-    What older incarnations trained after `step` was rolled back; those batches are trained again as they are.
+    Steps of older incarnations after `step` are rolled back; their batches are trained again unchanged.
     """
 
     step: int
@@ -39,9 +39,9 @@ class TrainerStarted(msgspec.Struct, frozen=True, kw_only=True, tag="trainer_sta
 
 
 class WeightUpdateSuccess(msgspec.Struct, frozen=True, kw_only=True, tag="weight_update_success"):
-    """Every live server samples with `version` from now on. `seconds` holds the phases pause, transfer, load, resume
-    and total; `probe_abs_diff` is the mean |log-prob difference| of trainer and server if this update was probed;
-    `sent_bytes` are those of the tensors that each server got."""
+    """All live servers now sample with `version`. `seconds` has the phases pause, transfer, load, resume and total;
+    `probe_abs_diff` is the mean |log-prob difference| between trainer and server if this update was probed;
+    `sent_bytes` counts the tensors that each server received."""
 
     version: int
     time: float
@@ -54,7 +54,7 @@ class WeightUpdateSuccess(msgspec.Struct, frozen=True, kw_only=True, tag="weight
 
 
 class StepEnding(msgspec.Struct, frozen=True, kw_only=True, tag="step_ending"):
-    """The last micro-batch of the optimizer step `step` begins; the servers get new weights right after it."""
+    """The last micro-batch of optimizer step `step` begins; new weights follow right after it."""
 
     step: int
     time: float
@@ -63,7 +63,7 @@ class StepEnding(msgspec.Struct, frozen=True, kw_only=True, tag="step_ending"):
 
 
 class StepDone(msgspec.Struct, frozen=True, kw_only=True, tag="step_done"):
-    """The optimizer step `step` is done; its samples are settled as trained. Sent after the weights were sent.
+    """Optimizer step `step` is done and its samples are settled as trained. Written after the weights were sent.
 
     `wait_data_s`: how long the trainer waited for the batch of this step.
     """
@@ -79,7 +79,7 @@ class StepDone(msgspec.Struct, frozen=True, kw_only=True, tag="step_done"):
 
 
 class TrainingDone(msgspec.Struct, frozen=True, kw_only=True, tag="training_done"):
-    """No further step will follow; `version` is final and was delivered to the servers."""
+    """Training is complete; the servers have the final `version`."""
 
     version: int
     time: float
@@ -92,8 +92,8 @@ TrainerMessage = TrainerStarted | WeightUpdateSuccess | StepEnding | StepDone | 
 
 
 class PassesOver(msgspec.Struct, frozen=True, kw_only=True):
-    """The passes of `finetune.max_epochs` are over and no batch follows that of `step`: stream `passes`, written by the
-    preprocessor where too little was left to train for a batch that would end training."""
+    """The passes of `finetune.max_epochs` are over and the batch of `step` was the last one: stream `passes`, written
+    by the preprocessor when too few samples are left for another batch."""
 
     step: int
     max_epochs: int
@@ -103,10 +103,10 @@ class PassesOver(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class PauseRequest(msgspec.Struct, frozen=True, kw_only=True):
-    """Trainer rank 0 to the actor: start no rollout until the servers have `version`, and say when none runs.
+    """Trainer rank 0 to the actor: start no rollouts until the servers have `version`, and report when none is running.
 
-    Stream `turns`, one instance per process; for every schedule but `pipeline`. Rollouts start again when the update
-    of that version, or a later one, is on the stream `trainer`.
+    Stream `turns`, one instance per process; for every schedule but `pipeline`. Rollouts start again with the update to
+    that version or a later one.
     """
 
     version: int
@@ -116,7 +116,7 @@ class PauseRequest(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class RolloutsPaused(msgspec.Struct, frozen=True, kw_only=True):
-    """The actor's answer: no rollout runs, and none starts before the servers have `version`."""
+    """The actor's answer: no rollout is running, and none starts before the servers have `version`."""
 
     version: int
     time: float
@@ -125,12 +125,11 @@ class RolloutsPaused(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class FateRecord(msgspec.Struct, frozen=True, kw_only=True):
-    """How samples ended: stream `fates`, one instance per process, written before the process acts on it.
+    """How samples of group `group_id` ended: stream `fates`, one instance per process, written before acting on it.
 
-    `group_id` names their group; `num_rollouts` rollouts of it are settled too, with or without samples. `failed`: a
-    rollout or a sample could not be used; `unused`: nothing was wrong, but its group was cut off by the end of
-    training or of the process. The actor writes `pending` with the number of its rollouts when it starts a group: the
-    only fate that is not final.
+    `num_rollouts` rollouts of the group are settled too, with or without samples. `failed`: a rollout or a sample was
+    unusable; `unused`: it was fine, but training or the process ended first. `pending` is the only fate that is not
+    final: the actor writes it, with the number of rollouts, when it starts a group.
     """
 
     sample_ids: list[str]
@@ -146,9 +145,9 @@ class FateRecord(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class MetricRecord(msgspec.Struct, frozen=True, kw_only=True):
-    """Numbers of one process at one moment: stream `metrics`, one instance per process.
+    """Metrics of one process at one moment: stream `metrics`, one instance per process.
 
-    `values` keys are `<role>/<thing>_<unit>`; `step` is the policy version that they belong to.
+    Keys of `values` are `<role>/<thing>_<unit>`; `step` is the policy version that they belong to.
     """
 
     source: str
@@ -169,11 +168,10 @@ class Estimate(msgspec.Struct, frozen=True, kw_only=True):
 class EvaluationResult(msgspec.Struct, frozen=True, kw_only=True):
     """One evaluation on the held-out problems: stream `evaluation`, written by the actor.
 
-    `due_version` is the version that it was due at; `min_version`/`max_version` are those that sampled its tokens.
-    Where no rollout finished there are no averages: `success_rate`, `mean_reward`, `output_tokens` (mean of a rollout)
-    and `cut_fraction` (rollouts with a sample that was cut off) are None together. The first two are means over
-    problems. `estimates` has `avg_at_<k>` and `pass_at_<j>` over `num_problems` problems with `attempts` samples each,
-    or more (`actor/estimates.py`).
+    It was due at `due_version`; `min_version`/`max_version` sampled its tokens. `success_rate` and `mean_reward` (means
+    over problems), `output_tokens` (mean per rollout) and `cut_fraction` (share of rollouts with a truncated sample)
+    are all None if no rollout finished. `estimates` has `avg_at_<k>` and `pass_at_<j>` over `num_problems` problems
+    with `attempts` samples each, or more (`actor/estimates.py`).
     """
 
     due_version: int
@@ -198,13 +196,12 @@ class EvaluationResult(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class PoolChange(msgspec.Struct, frozen=True, kw_only=True):
-    """Launcher: a server came up (`up`), is gone for now (`down`), or leaves for good (`removed`): stream `pool`.
+    """Launcher: a server came up (`up`), is gone for now (`down`), or left for good (`removed`): stream `pool`.
 
-    A server may sample for training while the newest `ServerReady` is about its newest start.
+    A server samples for training while the newest `ServerReady` is about its newest start.
 
-    `generation` counts the starts of this server: 0 is the start with the run, about which no `up` is written. A
-    `down` is about the start that ended. `group_port` is the port of its transfer group on the trainer's machine, None:
-    any.
+    `generation` counts the starts of this server; 0 is the start with the run, for which no `up` is written. `down`
+    names the start that ended. `group_port` is the port of its transfer group on the trainer's machine (None: any).
     """
 
     name: str
@@ -219,7 +216,7 @@ class PoolChange(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ServerReady(msgspec.Struct, frozen=True, kw_only=True, tag="server_ready"):
-    """Trainer: start `generation` of this server samples with `version`, and its log-probs agree."""
+    """Trainer: start `generation` of this server has `version`, and its log-probs agree."""
 
     name: str
     generation: int
@@ -231,7 +228,7 @@ class ServerReady(msgspec.Struct, frozen=True, kw_only=True, tag="server_ready")
 
 
 class ServerDropped(msgspec.Struct, frozen=True, kw_only=True, tag="server_dropped"):
-    """Trainer: start `generation` of this server could not be given the weights; `error` says why."""
+    """Trainer: start `generation` of this server could not load the weights; `error` says why."""
 
     name: str
     generation: int

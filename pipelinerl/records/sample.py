@@ -1,7 +1,7 @@
 """Records with tokens: `Group` (actor), `TrainingBatch` (preprocessor), `EvaluationRollout`, and their heads.
 
-A head has some fields of a record: a reader that does not need tokens decodes nothing else. All records are frozen
-msgspec structs. No torch.
+A head has a subset of a record's fields, for readers that do not need the tokens. All records are frozen msgspec
+structs. No torch.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from typing import Any
 
 import msgspec
 
-#: Rises when a reader of the old records would misread the new ones. 2: checksums, slots for experts and images.
+#: Incremented when an old reader would misread new records. 2: checksums, slots for experts and images.
 SCHEMA_VERSION = 2
 IGNORED_LABEL = -100
 
@@ -37,14 +37,14 @@ class Array(msgspec.Struct, frozen=True):
 class Sample(msgspec.Struct, frozen=True, kw_only=True):
     """One trainable token sequence.
 
-    `input_ids` (length T) holds the prompt and output ids exactly as the server saw and sampled them. `labels`
-    (length T) repeats `input_ids` where a token is trained and is -100 elsewhere. `logprobs` has one value for each
-    trained token, in order: natural logs of the sampling distribution at the sampling temperature.
-    `version_spans` cover the trained tokens without gaps. `advantage` is that of its group's estimator
-    (`rl/advantages.py`), before KL in the reward and normalization; None until the preprocessor has seen the group.
+    `input_ids` (length T) are the prompt and output ids exactly as the server saw and sampled them. `labels` (length T)
+    repeat `input_ids` where a token is trained and are -100 elsewhere. `logprobs` has one value per trained token, in
+    order: natural logs of the sampling distribution at the sampling temperature. `version_spans` cover the trained
+    tokens without gaps. `advantage` comes from the group's estimator (`rl/advantages.py`), before KL in the reward and
+    normalization; None until the preprocessor has seen the group.
 
-    `routed_experts` (shape [T, layers, experts per token], -1 where unknown) and `multimodal` (inputs of the model by
-    name) are reserved: nothing writes them yet, and the trainer refuses samples that have them.
+    `routed_experts` (shape [T, layers, experts per token], -1 where unknown) and `multimodal` (model inputs by name)
+    are reserved: nothing writes them yet, and the trainer rejects samples that have them.
     """
 
     id: str
@@ -83,9 +83,9 @@ class Sample(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class RolloutSummary(msgspec.Struct, frozen=True, kw_only=True):
-    """What one rollout came to, without its tokens. `metrics` are the numbers of the user's `BaseMetrics`.
+    """The result of one rollout, without tokens. `metrics` are the numbers of the user's `BaseMetrics`.
 
-    `num_cut` of its samples were cut off, by the limit on tokens or by the context.
+    `num_cut` of its samples were truncated by the token limit or the context length.
     """
 
     rollout_id: str
@@ -99,10 +99,10 @@ class RolloutSummary(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Group(msgspec.Struct, frozen=True, kw_only=True):
-    """All attempts at one problem: one record of the stream `actor`, written at once when the last attempt ends.
+    """All attempts at one problem: one record of the stream `actor`, written when the last attempt ends.
 
-    `failed_rollouts` counts attempts that ended without a sample; the group may still be trained on the others.
-    `epochs_done` are the passes over the problems whose groups have all ended with this one, a part as a fraction.
+    `failed_rollouts` counts attempts that failed; the group may still be trained on the others. `epochs_done` is the
+    number of passes over the problems (with a fraction) whose groups have all ended, this one included.
     """
 
     id: str
@@ -117,12 +117,12 @@ class Group(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class TrainingBatch(msgspec.Struct, frozen=True, kw_only=True):
-    """Everything of one optimizer step: one record of the stream `training_data`.
+    """The data of one optimizer step: one record of the stream `training_data`.
 
-    `plan[rank][micro_batch]` lists indices into `samples`. It was made for `len(plan)` ranks; a trainer with another
-    number of ranks plans again with the same function. `step` counts from 1: the step turns version `step - 1` into
-    version `step`. `actor_offset` is where to resume in stream `actor`: every group before it is settled. `epochs_done`
-    is the highest of the step's groups.
+    `plan[rank][micro_batch]` lists indices into `samples` for `len(plan)` ranks; a trainer with another number of ranks
+    makes a new plan with the same function. `step` counts from 1 and turns version `step - 1` into version `step`.
+    `actor_offset` is where to resume in stream `actor`: every group before it is settled. `epochs_done` is the highest
+    of the step's groups.
     """
 
     id: str
@@ -138,10 +138,10 @@ class TrainingBatch(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class TokenRatios(msgspec.Struct, frozen=True, kw_only=True):
-    """Importance ratios of the tokens that a rank trained in a step: stream `token_ratios`, to be read by people.
+    """Importance ratios of the tokens that a rank trained in a step: stream `token_ratios`, for people to read.
 
-    `log_ratios` (float16) has log pi - log mu of every trained token, pi under the weights in training, mu as sampled:
-    those of the first sample of `sample_ids`, then of the next; `lengths` are their numbers of trained tokens.
+    `log_ratios` (float16) has log pi - log mu of every trained token, with pi of the weights in training and mu as
+    sampled, concatenated in the order of `sample_ids`; `lengths` are the numbers of trained tokens per sample.
     """
 
     step: int
@@ -153,10 +153,10 @@ class TokenRatios(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class EvaluationSample(Sample, frozen=True, kw_only=True):
-    """One token sequence of an evaluation, as the rollout returned it: unchecked, without log-probs, never trained.
+    """One token sequence of an evaluation as the rollout returned it: unchecked, without log-probs, never trained.
 
-    `prompt_text` and `output_text` stand for the tokens where the rollout returned a text without ids. A text without a
-    reward has that of its rollout.
+    `prompt_text` and `output_text` replace the tokens if the rollout returned a text without ids. A text without a
+    reward gets that of its rollout.
     """
 
     logprobs: list[float] = []
@@ -165,11 +165,11 @@ class EvaluationSample(Sample, frozen=True, kw_only=True):
 
 
 class EvaluationRollout(msgspec.Struct, frozen=True, kw_only=True):
-    """How one attempt at a held-out problem ended: stream `evaluation_rollouts`, to be read by people.
+    """One attempt at a held-out problem: stream `evaluation_rollouts`, for people to read.
 
-    `group_id` names the evaluation, all of whose rollouts share it. `problem` is the problem as JSON, maybe cut.
-    `due_version` is the version that the evaluation was due at, `min_version`/`max_version` those that answered this
-    rollout. A rollout that failed has no `summary`, but a `failure` (a short word) and a `message`.
+    All rollouts of an evaluation share `group_id`. `problem` is JSON, possibly truncated. The evaluation was due at
+    `due_version`; `min_version`/`max_version` answered this rollout. A failed rollout has no `summary`, but a `failure`
+    (a short reason) and a `message`.
     """
 
     id: str
@@ -190,7 +190,7 @@ class EvaluationRollout(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class SampleHead(msgspec.Struct, frozen=True, kw_only=True):
-    """Fields of a `Sample` that say what it is, without its tokens."""
+    """Fields of a `Sample`, without tokens."""
 
     id: str
     rollout_id: str = ""

@@ -32,8 +32,8 @@ from pipelinerl.records import Sample
 from pipelinerl.rl.user_function import ADVANTAGE_API_VERSION, load_function
 from pipelinerl.rollouts import STEP_REWARD
 
-# Rewards that differ by less than this share of their size are equal: 0.1 + 0.2 and 0.3 differ by rounding alone, and
-# dividing that difference by its own standard deviation would turn rounding into a gradient.
+# Rewards closer than this (relative) are equal: 0.1 + 0.2 and 0.3 differ by rounding, and dividing the difference by
+# its own standard deviation would turn rounding into a gradient.
 EQUAL_RELATIVE = 1e-6
 STD_EPSILON = 1e-4
 NORM_EPSILON = 1e-8
@@ -48,8 +48,8 @@ class AdvantageInputs:
 
     Attributes:
         rewards: `rewards[i][k]` of sample k of rollout i, after the length penalty; with step rewards, the return. A
-            rollout that left no sample has one reward.
-        samples: the same shape, but `()` for a rollout that left no sample.
+            rollout without samples has one reward.
+        samples: the same shape, but `()` for a rollout without samples.
     """
 
     api_version: ClassVar[int] = ADVANTAGE_API_VERSION
@@ -103,7 +103,7 @@ ADVANTAGES: dict[str, Callable[[AdvantageInputs], Advantages]] = {
 
 
 def group_advantages(group: AdvantageInputs, rl: RLConfig) -> Advantages:
-    """Advantages of one group in the shape of `group.rewards`: each is credited to every trained token of its sample.
+    """Advantages of one group in the shape of `group.rewards`, one for all trained tokens of a sample.
 
     A rollout counts once in the baseline, with the mean reward of its samples. Rewards that are equal up to rounding
     give exactly 0. Without a baseline, `divide_advantage_by_std` divides nothing: equal rewards have no spread.
@@ -128,7 +128,7 @@ def score_group(samples: Sequence[Sample], empty_rollouts: Sequence[float], rl: 
     """The samples of one group with their advantages.
 
     Args:
-        empty_rollouts: rewards of rollouts that ended well but left no sample; they count in the baseline.
+        empty_rollouts: rewards of successful rollouts without samples; they count in the baseline.
     """
     if not samples:
         return []
@@ -165,7 +165,7 @@ def discounted_returns(rewards: Sequence[float], gamma: float) -> list[float]:
 
 
 def length_penalty(output_tokens: int, rl: RLConfig) -> float:
-    """What an output of this length costs (soft overlong punishment: DAPO, arXiv 2503.14476, equation 13).
+    """The penalty on an output of this length (soft overlong punishment: DAPO, arXiv 2503.14476, equation 13).
 
     0 up to `overlong_buffer_tokens` before `overlong_limit_tokens`, then linear up to `overlong_penalty` at the limit,
     and constant beyond it.
@@ -201,14 +201,14 @@ def gae(
 
 
 def cuts_negative(rl: RLConfig) -> bool:
-    """True if negative advantages become 0 in the step. Those of a value head are cut where they are computed."""
+    """True if negative advantages become 0 in the step. Those of a value head are clipped where they are computed."""
     return rl.relu_log_p_weights and rl.advantage_estimator != "gae"
 
 
 def has_signal(advantage: float, rl: RLConfig) -> bool:
-    """False if the group stage already shows that this sample teaches nothing.
+    """False if the group stage shows that a sample with this advantage teaches nothing.
 
-    What KL in the reward or normalization would add later does not count: a group of equal rewards has no signal.
+    What KL in the reward or normalization add later does not count: a group of equal rewards has no signal.
     """
     if cuts_negative(rl) and not rl.reward_minus_kl_coef and not rl.normalizes_over_step:
         return advantage > 0

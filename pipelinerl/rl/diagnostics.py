@@ -1,7 +1,7 @@
 """How far off-policy a step was, and how well trainer and sampler agree: sums over micro-batches and ranks.
 
-`DiagnosticsSum.add(inputs)` per micro-batch, `total()` at the end of the step, one all-reduce (sum) of `sums` and one
-(max) of `maxima`, then `values()`. The host does not wait for a GPU before `values()`.
+Call `DiagnosticsSum.add(inputs)` per micro-batch and `total()` at the end of the step, all-reduce `sums` (sum) and
+`maxima` (max), then call `values()`, which is the first to wait for a GPU.
 
 Effective sample size, with w = new / old by token (arXiv 2509.19128): ESS = (sum w)^2 / (N * sum w^2), 1 if on-policy.
 It is reported before clamping (the truth) and after (what the gradient sees). Entropy is estimated from the sampled
@@ -24,7 +24,7 @@ ON_POLICY_DIFF = "rl/logprob_abs_diff_on_policy"
 RATIO_BINS = 2000
 RATIO_RANGE = 5.0  # log-ratios beyond +-5 fall into the outermost bins
 MAX_LAG_BIN = 64
-#: Tokens that are kept before they are summed up: four numbers each, about 20 MB.
+#: Tokens kept before they are summed: four numbers each, about 20 MB.
 MAX_WAITING_TOKENS = 1 << 20
 _SCALARS = (
     *("tokens", "w", "w2", "clamped", "clamped2", "abs_diff", "kl", "over", "lag", "surprise"),
@@ -48,7 +48,7 @@ class StepDiagnostics:
         Args:
             new, old: log-probs under trainer and sampler.
             lag: in versions, int64.
-            on_policy: whether the weights in training sampled the whole sample, so that only rounding can differ.
+            on_policy: whether the weights in training sampled the whole sample, so that only rounding differs.
             clamp: upper bound of the importance weight.
         """
         log_ratio = (new - old).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).double()
@@ -69,7 +69,7 @@ class StepDiagnostics:
                 lag.double().sum(),
                 -(w * new.double()).sum(),
                 on_policy.double().sum(),
-                # Not by a product: what is NaN for another token would get in.
+                # Not a product: NaN of another token would spread.
                 torch.where(on_policy, log_ratio.abs(), 0.0).sum(),
             ]
         )
@@ -130,8 +130,8 @@ class StepDiagnostics:
 
 
 class DiagnosticsSum:
-    """Collects the trained tokens of a step and sums many at once: a micro-batch costs four small copies, while summing
-    costs about a hundred kernels, which would slow a small model down.
+    """Collects the trained tokens of a step and sums many at once: summing takes about a hundred kernels, which would
+    slow down small models, while a micro-batch costs four small copies.
 
     Args:
         clamp: upper bound of the importance weight.
@@ -159,7 +159,7 @@ class DiagnosticsSum:
         """Diagnostics of everything that was added.
 
         Raises:
-            ValueError: nothing was added, not even a micro-batch without trained tokens.
+            ValueError: nothing was added.
         """
         if self._waiting:
             self._sum_up()
@@ -176,7 +176,7 @@ class DiagnosticsSum:
 
 
 def _quantile(histogram: list[float], q: float) -> float:
-    """Middle of the bin in which the q-quantile of the log-ratio lies."""
+    """Middle of the bin with the q-quantile of the log-ratio."""
     return _bin_middle(_bin_of(histogram, q))
 
 

@@ -5,19 +5,19 @@
 loss of your own has the same signature, gets a `CustomLoss` with your `loss_params`, and is named by its dotted path:
 `finetune.rl.policy_loss=my_package.my_module.my_loss`.
 
-**Importance correction** for the gap between sampler and trainer, on top of any policy loss. With rho = pi / mu (no
-gradient) by token, or by sample with `importance_level: sequence` (the product over its trained tokens), each token's
-loss is multiplied by
+**Importance correction** for the gap between sampler and trainer, with any policy loss. With rho = pi / mu (no
+gradient) per token, or per sample with `importance_level: sequence` (the product over its trained tokens), the loss of
+each token is multiplied by
 
     truncate        min(rho, importance_high)                                     TIS
     mask            rho where rho <= importance_high, else 0                      MIS
     icepop          rho where importance_low <= rho <= importance_high, else 0    arXiv 2510.18855
     geometric_mask  1 where the geometric mean of rho over the sample lies in the range, else 0
 
-The first three carry the whole importance weight. The loss's own ratio must not count it again, so it becomes
-pi / stop_gradient(pi), which is 1 with the right gradient. (Every batch is trained in exactly one optimizer step, so
-the policy before the step is the policy in training, and no second forward pass is needed.) `geometric_mask` only drops
-samples, and the loss keeps its ratio against the sampler.
+The first three are the whole importance weight. The loss's own ratio must not count it again, so it becomes pi /
+stop_gradient(pi), which is 1 with the right gradient. (Every batch is trained in exactly one optimizer step, so the
+policy before the step is the policy in training, and no second forward pass is needed.) `geometric_mask` only drops
+samples; the loss keeps its ratio to the sampler.
 
 **KL(policy || reference)** is estimated per token (J. Schulman, "Approximating KL Divergence", 2020). With
 r = log ref - log new of a token that the policy sampled:
@@ -28,7 +28,7 @@ r = log ref - log new of a token that the policy sampled:
 
 **Coefficients** of the KL term and the entropy bonus move linearly over training if a final value is set. With
 `finetune.rl.target_entropy` the bonus instead keeps the entropy from staying below a target, as in arXiv 2505.22312,
-with the entropy of the previous step in place of an extra pass over the batch:
+with the entropy of the previous step instead of an extra pass over the batch:
 
     bonus(k + 1) = c(k + 1) if e(k) <= target else 0
     c(k + 1)     = max(0, c(k) + d) if e(k) < target, max(0, c(k) - d) if e(k) > target, else c(k)
@@ -70,7 +70,7 @@ from pipelinerl.rl.user_function import LOSS_API_VERSION, load_function
 
 #: entropy of the policy per trained token over the whole vocabulary, nats (only with an entropy bonus or target)
 ENTROPY = "rl/entropy"
-# A diagnostic that is missing where no token was trained; sums over none are 0 in what the loss reports.
+# A diagnostic that is absent if no token was trained, when the metrics of the loss are 0.
 _TRAINED = "rl/entropy_estimate"
 # exp(20) = 4.9e8: far beyond any clip range, and its square is finite in fp32.
 MAX_LOG_RATIO = 20.0
@@ -88,13 +88,13 @@ _FROM_BATCH = (
 class LossInputs:
     """One micro-batch after the forward pass. Fields are only added while `api_version` stays the same.
 
-    All token tensors are [R, T] and line up with the tokens that are predicted. `of` replaces what is not trained by
-    zeros, so masked tokens give exactly zero gradient even if the model's output there is not finite.
+    All token tensors are [R, T] and line up with the predicted tokens. `of` replaces untrained positions by zeros, so
+    masked tokens have exactly zero gradient even if the model's output there is not finite.
 
     Attributes:
         new_logprobs: log-probs of the targets under the policy in training. Only this, `entropy` and `values` have
             gradients.
-        old_logprobs: under the policy that sampled them.
+        old_logprobs: under the policy that sampled the token.
         advantages, mask, weights, segment_ids: see `MicroBatch`.
         versions: policy version that sampled the token; `trainer_version` is that of the weights in training.
         num_segments: samples in the micro-batch; `step_tokens`: trained tokens of the whole step.
@@ -170,7 +170,7 @@ class LossInputs:
         return self.sample_sum(values) / self.sample_sum(self.mask.to(values.dtype)).clamp(min=1)
 
     def to_tokens(self, per_sample: torch.Tensor) -> torch.Tensor:
-        """Give every position the value of its sample: [R, T]. Padding, which is masked, gets that of sample 0."""
+        """Spread the value of each sample to its positions: [R, T]. Padding (masked) gets that of sample 0."""
         return per_sample[self._segment]
 
     @property
@@ -178,20 +178,20 @@ class LossInputs:
         return self.segment_ids.clamp(min=0)
 
     def token_mean(self, values: torch.Tensor) -> torch.Tensor:
-        """A mean over the trained tokens of the step, as this micro-batch's share of the sum: a metric."""
+        """This micro-batch's share of a mean over the trained tokens of the step: a metric."""
         kept = torch.where(self.mask, values.detach().float(), 0.0)
         return kept.sum() / max(self.step_tokens, 1)
 
 
 @dataclass(frozen=True)
 class LossOutputs:
-    """What a policy loss returns: the loss of every token [R, T] before weights, and metrics (`token_mean`)."""
+    """Output of a policy loss: the unweighted loss of every token [R, T], and metrics (`token_mean`)."""
 
     per_token: torch.Tensor
     metrics: Metrics = field(default_factory=dict)
 
 
-#: A function of the type of its loss: `ppo` gets `PpoLoss`, one of the user `CustomLoss` with `loss_params`.
+#: Called with the type of its loss: `ppo` gets `PpoLoss`, a user function `CustomLoss` with `loss_params`.
 PolicyLoss = Callable[[LossInputs, Any], LossOutputs]
 
 #: One type in `config/algorithm.py` and one module of `rl/losses/` with a function of the same name.
@@ -233,7 +233,7 @@ def _linear(start: float, final: float | None, step: int, max_steps: float) -> f
 
 
 class EntropyControl(msgspec.Struct, frozen=True, kw_only=True):
-    """State of the target entropy; saved in checkpoints. `entropy` is that of the last step, None before it."""
+    """State of the target entropy, saved in checkpoints. `entropy` is that of the previous step, if any."""
 
     coefficient: float
     entropy: float | None = None
@@ -270,7 +270,7 @@ def compute_loss(inputs: LossInputs, config: RLConfig, coefficients: Coefficient
 
     Raises:
         ConfigError: there is no such loss of the user.
-        ValueError: a coefficient without the values that it needs.
+        ValueError: the inputs lack values that a coefficient needs.
     """
     returns = None
     if isinstance(config.advantage, GaeAdvantage):

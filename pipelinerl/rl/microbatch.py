@@ -1,11 +1,11 @@
 """Samples -> tensors of one micro-batch, with the weight of every trained token in the loss of its step.
 
-Targets are shifted here, once: `targets[r, t]` is the token that the hidden state at `t` predicts, so every per-token
-tensor lines up with the model's outputs and no later code shifts anything. The last token of one sample never
-predicts the first of the next.
+Targets are shifted here, once: `targets[r, t]` is the token that the hidden state at `t` predicts, so per-token tensors
+line up with the model's outputs and no later code shifts anything. The last token of a sample never predicts the first
+of the next.
 
-Weights belong to the whole step, so the gradient does not depend on how samples are packed, split into micro-batches,
-or spread over ranks: every micro-batch adds `sum(weight * token loss)`.
+Weights are those of the whole step, so the gradient does not depend on packing, micro-batches or ranks: every
+micro-batch adds `sum(weight * token loss)`.
 
 | aggregation     | weight of a token of sample i in group g                                  | used by               |
 |-----------------|---------------------------------------------------------------------------|-----------------------|
@@ -46,20 +46,18 @@ class MicroBatch:
         segment_ids: [R, T] int64, 0..num_segments-1 by sample, -1 on padding.
         targets: [R, T] int64, next token if it is trained, else -100.
         mask: [R, T] bool, `targets != -100`.
-        trained: [N] int64, where `mask` is True in the flattened row-major tensors. Computed on the CPU, because on a
-            GPU looking for them makes the host wait.
+        trained: [N] int64, positions in the flattened row-major tensors where `mask` is True. Computed on the CPU: on
+            a GPU the host would wait for it.
         old_logprobs: [R, T] float32, log-prob of the target under the policy that sampled it.
         ref_logprobs: the same under the frozen reference model, or None.
         advantages: [R, T] float32; from `collate`, those of the group stage, before `finetune/step.py`.
         weights: [R, T] float32, weight of the token in the step's loss (see the table above).
         versions: [R, T] int64, policy version that sampled the target, -1 where nothing is trained.
-        oldest_versions: the same, the oldest of the whole sample: what came before an update stays in the KV cache that
-            later tokens were sampled with.
+        oldest_versions: the same, the oldest of the whole sample: its KV cache remains in use after an update.
         num_segments: samples in this micro-batch; 0 for a sentinel.
         step_tokens: trained tokens of the whole step (over all micro-batches and ranks).
-        indices: which samples of the step these are.
-        token_rewards: [R, T] float32, reward of each token on top of its sample's (KL in the reward with `gae`), or
-            None.
+        indices: of these samples in the step.
+        token_rewards: [R, T] float32, reward of each token in addition to its sample's (KL with `gae`), or None.
     """
 
     input_ids: torch.Tensor
@@ -124,7 +122,7 @@ def collate(
         indices: those of this micro-batch (one entry of the plan).
         weights: `token_weights` of all samples.
         packed: one row with restarting positions, or padded rows.
-        pad_id: token of padding (any valid id; padding is never attended to or trained).
+        pad_id: padding token (any valid id; padding is neither attended to nor trained).
 
     Raises:
         ValueError: lengths of a sample disagree, its first token is marked as trained, it has no advantage, or only
@@ -160,14 +158,14 @@ def collate(
 
 
 def positions_of(mask: torch.Tensor) -> torch.Tensor:
-    """Flat positions [N] int64 where `mask` is True. On a GPU the host waits for everything before it."""
+    """Flat positions [N] int64 where `mask` is True. On a GPU this synchronizes with the host."""
     return mask.reshape(-1).nonzero(as_tuple=True)[0]
 
 
 def sentinel(*, pad_id: int, step_tokens: int = 0) -> MicroBatch:
-    """A micro-batch that trains nothing, for ranks that have fewer than others, so that collectives stay in step.
+    """A micro-batch that trains nothing, which keeps collectives in step on ranks with fewer micro-batches.
 
-    Its loss and every gradient are exactly zero.
+    Its loss and all gradients are exactly zero.
     """
     shape = (1, 2)
     zeros = torch.zeros(shape)
@@ -192,7 +190,7 @@ def sentinel(*, pad_id: int, step_tokens: int = 0) -> MicroBatch:
 
 
 def _token_columns(sample: Sample, weight: float, segment: int) -> dict[str, np.ndarray]:
-    """Arrays of one sample, one value per token; position t predicts token t + 1, the last one nothing."""
+    """Arrays of one sample, one value per token. Position t predicts token t + 1; the last one predicts nothing."""
     labels, length = np.asarray(sample.labels, dtype=np.int64), len(sample.input_ids)
     at = np.flatnonzero(labels != IGNORED_LABEL) - 1
     runs = [span.end - span.start for span in sample.version_spans]
@@ -237,7 +235,7 @@ def _tensor(rows: Sequence[Sequence[dict[str, np.ndarray]]], width: int, name: s
 
 
 def _refuse_other_inputs(chosen: Sequence[Sample]) -> None:
-    """A sample with inputs that this trainer does not give to the model would be trained wrongly."""
+    """Reject samples with inputs that this trainer does not pass to the model."""
     for sample in chosen:
         if sample.routed_experts is not UNSET or sample.multimodal is not UNSET:
             raise ValueError(

@@ -1,6 +1,6 @@
-"""Which samples share a micro-batch, and which rank gets it. Pure lists of integers; no torch.
+"""Which samples share a micro-batch, and which rank gets it. Deterministic, on lists of integers; no torch.
 
-Every sample is in exactly one micro-batch. The result depends on nothing but the arguments.
+Every sample is in exactly one micro-batch.
 """
 
 from __future__ import annotations
@@ -10,8 +10,8 @@ from itertools import pairwise
 
 Plan = list[list[list[int]]]
 
-# Length at which causal attention costs as much as the matrix products of a model of 0.5-7 B parameters (a rough
-# figure between 23k and 70k tokens; it only decides how ranks are balanced, never what is computed).
+# Length at which causal attention costs as much as the matrix products of a model with 0.5-7 B parameters (rough,
+# between 23k and 70k tokens; it only affects how ranks are balanced, never what is computed).
 ATTENTION_CROSSOVER_TOKENS = 32768
 
 
@@ -27,18 +27,18 @@ def make_plan(
 
     Args:
         lengths: tokens of each sample.
-        num_ranks: trainer ranks; the plan has one list for each.
+        num_ranks: trainer ranks.
         seq_length: most tokens of one packed row, and of one sample.
         packed: True: a micro-batch is one row of at most `seq_length` tokens. False: at most `rows_per_micro_batch`
             padded rows of similar length.
         rows_per_micro_batch: used only if not `packed`.
 
     Returns:
-        `plan[rank][micro_batch]` = sorted indices into `lengths`. Numbers of micro-batches differ by at most one
-        between ranks; the trainer fills the gap with sentinels.
+        `plan[rank][micro_batch]` = sorted indices into `lengths`. Ranks differ by at most one micro-batch, which the
+        trainer fills with a sentinel.
 
     Raises:
-        ValueError: a sample is empty or longer than `seq_length` (the caller filters those), or an argument is < 1.
+        ValueError: a sample is empty or longer than `seq_length`, or an argument is < 1.
     """
     _check(lengths, num_ranks, seq_length, rows_per_micro_batch)
     order = sorted(range(len(lengths)), key=lambda index: (-lengths[index], index))
@@ -64,8 +64,8 @@ def _check(lengths: Sequence[int], num_ranks: int, seq_length: int, rows: int) -
 
 
 def _pack(order: list[int], lengths: Sequence[int], num_ranks: int, capacity: int) -> list[list[int]]:
-    """Bins of at most `capacity` tokens, filled evenly: as few as first-fit-decreasing needs, rounded up to a multiple
-    of the ranks (more bins cost nothing while ranks would idle)."""
+    """Bins of at most `capacity` tokens, filled evenly: as many as first-fit-decreasing needs, rounded up to a multiple
+    of the ranks (which would be idle otherwise)."""
     fewest = _first_fit(order, lengths, capacity)
     count = min(-(-len(fewest) // num_ranks) * num_ranks, len(order))
     even = _fill_evenly(order, lengths, count, capacity)
@@ -86,7 +86,7 @@ def _first_fit(order: list[int], lengths: Sequence[int], capacity: int) -> list[
 
 
 def _fill_evenly(order: list[int], lengths: Sequence[int], count: int, capacity: int) -> list[list[int]] | None:
-    """Longest first into the cheapest bin with room; None if that greedy order leaves a sample without room."""
+    """Longest first, into the cheapest bin with room; None if a sample does not fit."""
     bins: list[list[int]] = [[] for _ in range(count)]
     used = [0] * count
     cost = [0.0] * count
@@ -102,7 +102,7 @@ def _fill_evenly(order: list[int], lengths: Sequence[int], count: int, capacity:
 
 
 def _rows(order: list[int], num_ranks: int, rows: int) -> list[list[int]]:
-    """Cut the length-sorted order into even runs of at most `rows`, so that rows of one micro-batch pad little."""
+    """Cut the length-sorted order into even runs of at most `rows`, which minimizes padding."""
     fewest = -(-len(order) // rows)
     count = min(-(-fewest // num_ranks) * num_ranks, len(order))
     cuts = [len(order) * k // count for k in range(count + 1)] if count else []
@@ -118,8 +118,7 @@ def _padded_cost(lengths: Sequence[int]) -> Callable[[list[int]], float]:
 
 
 def _deal(micro_batches: list[list[int]], num_ranks: int, cost: Callable[[list[int]], float]) -> Plan:
-    """Give micro-batches, most expensive first, to the rank with the least work that may still get one; numbers of
-    micro-batches differ by at most one between ranks."""
+    """Assign micro-batches, most expensive first, to the rank with the least work; ranks differ by at most one."""
     costs = {position: cost(indices) for position, indices in enumerate(micro_batches)}
     plan: Plan = [[] for _ in range(num_ranks)]
     load = [0.0] * num_ranks

@@ -1,4 +1,4 @@
-"""Loss and advantage functions of the user, by dotted path. No torch."""
+"""User-defined loss and advantage functions, by dotted path. No torch."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 from pipelinerl.config.algorithm import RLConfig
 from pipelinerl.errors import ConfigError
 
-# Versions of `AdvantageInputs` and `LossInputs`: a change that breaks functions of users needs a new number.
+# Versions of `AdvantageInputs` and `LossInputs`, incremented by changes that break user functions.
 ADVANTAGE_API_VERSION = 1
 LOSS_API_VERSION = 1
 
@@ -17,14 +17,14 @@ LOSS_API_VERSION = 1
 def load_function(key: str, path: str, api_version: int) -> Callable[..., Any]:
     """Import `package.module.function`.
 
-    The function may carry an attribute `api_version` to say which version of its inputs record it was written for.
+    An attribute `api_version` of the function states the version of the inputs record that it was written for.
 
     Args:
         key: the configuration key that names the function.
         api_version: of the inputs record.
 
     Raises:
-        ConfigError: nothing callable is there, or it was written for another version.
+        ConfigError: it is not callable or was written for another version.
     """
     module_name, _, name = path.rpartition(".")
     try:
@@ -44,7 +44,7 @@ def load_function(key: str, path: str, api_version: int) -> Callable[..., Any]:
 
 
 def check_user_functions(rl: RLConfig) -> None:
-    """Import the functions of the user that `rl` names, so that a mistake shows before anything starts.
+    """Import the user functions that `rl` names, so that mistakes surface before anything starts.
 
     Raises:
         ConfigError: see `load_function`.

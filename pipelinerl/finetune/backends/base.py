@@ -1,9 +1,9 @@
 """The policy and its optimizer on several ranks, through `accelerate.Accelerator`. One subclass per kind; the plain one
 (DDP) is here, those that shard have files of their own.
 
-Gradients: `backward` gets this rank's share of the step's loss. Over all micro-batches and ranks the shares SUM to the
-loss, and so do the gradients. Accelerate's libraries average over ranks, so the share is multiplied by their number;
-accumulation over micro-batches is a plain sum (`gradient_accumulation_steps` stays 1).
+Gradients: `backward` gets this rank's share of the step's loss. Shares and gradients of all micro-batches and ranks are
+summed. Accelerate's libraries average over ranks, so the share is multiplied by their number; accumulation over
+micro-batches is a plain sum (`gradient_accumulation_steps` stays 1).
 
 What accelerate does not do is done here:
 - The learning rate comes from our schedule (`optimizer.Schedule`): a wrapped scheduler steps once per process.
@@ -68,7 +68,7 @@ class Backend:
     master weights. All ranks call every method at the same place.
     """
 
-    #: How much of a sharded model is whole at once while it is sent.
+    #: How much of a sharded model is gathered at once while it is sent.
     bucket_bytes = 256 * 2**20
 
     def __init__(
@@ -117,8 +117,7 @@ class Backend:
     def step(self) -> float:
         """Clip, update, clear gradients. Returns the gradient norm over all ranks before clipping.
 
-        A step whose norm is not finite changes nothing, and the returned norm says so; a backend that cannot undo it
-        raises FloatingPointError.
+        If it is not finite nothing is changed; a backend that cannot undo the step raises FloatingPointError.
         """
         max_norm = math.inf if self._max_norm is None else self._max_norm
         norm = self.accelerator.clip_grad_norm_([parameter for _, parameter in self._named], max_norm)
@@ -160,7 +159,7 @@ class Backend:
     def _gathered_source(
         self, rename: Rename, dtype: torch.dtype, gather: Callable[[Sequence[NamedParameter]], NamedTensors]
     ) -> WeightSource:
-        """The source of a sharded model; `gather`, a collective, makes some parameters whole. Buffers always are."""
+        """The source of a sharded model; `gather` is a collective that gathers some parameters. Buffers are whole."""
         sent = ((rename(name), parameter) for name, parameter in self.policy.named_parameters())
         parameters = {name: parameter for name, parameter in sent if name is not None}
         # DeepSpeed keeps a shard in place of the parameter, and its shape next to it.
@@ -179,8 +178,8 @@ class Backend:
         return WeightSource(sent_metas, buckets, lambda flag: bool(self._ranks.broadcast(int(flag))))
 
     def save(self, folder: Path) -> None:
-        """Write what is trained and the optimizer's state into `folder`, every rank its share: safetensors files of
-        `torch.distributed.checkpoint`, which any number of ranks can load. OSError if the disk refuses them."""
+        """Write this rank's share of trained parameters and optimizer state into `folder`: safetensors files of
+        `torch.distributed.checkpoint`, which any number of ranks can load. Raises OSError."""
         with self._served.masters():
             # A frozen base is in the model folder already.
             tensors = {f"model/{name}": parameter.detach() for name, parameter in self._named}
@@ -237,24 +236,24 @@ def make_accelerator(
     """An accelerator on this rank's device and in the process group of `ranks`."""
     on_cpu = ranks.device.type == "cpu"
     if deepspeed_plugin is not None or fsdp_plugin is not None or "LOCAL_RANK" in os.environ:
-        # Without a group accelerate starts one of its own at MASTER_PORT, which somebody else may have taken.
+        # Without a group accelerate starts one at MASTER_PORT, which may be taken.
         ensure_process_group(ranks)
-        # It insists on an address, though the group exists.
+        # It requires an address although the group exists.
         os.environ.setdefault("MASTER_ADDR", "127.0.0.1")
-    # Accelerate would choose a number of threads; the trainer has.
+    # Keep accelerate from changing the number of threads.
     os.environ.setdefault("OMP_NUM_THREADS", str(torch.get_num_threads()))
-    # It would name the device of DDP by the local rank; a rank may see its own card alone, as number 0.
+    # It would derive DDP's device from the local rank, but a rank may see only its own GPU, as number 0.
     os.environ["ACCELERATE_BYPASS_DEVICE_MAP"] = "true"
     accelerator = Accelerator(cpu=on_cpu, deepspeed_plugin=deepspeed_plugin, fsdp_plugin=fsdp_plugin)
     if on_cpu and (deepspeed_plugin is not None or fsdp_plugin is not None):
-        # On a CPU accelerate ignores both plugins. What it calls for them works there too, and the tests train with it.
+        # Accelerate ignores both plugins on a CPU, although what it calls for them works there; the tests rely on it.
         state: Any = accelerator.state
         if deepspeed_plugin is not None:
             deepspeed_plugin.select(_from_accelerator_state=True)
             state.deepspeed_plugins = deepspeed_plugin
         else:
             state.fsdp_plugin = fsdp_plugin
-        # The second is copied over the first whenever a state is asked for.
+        # The second overwrites the first whenever a state is created.
         kind = DistributedType.DEEPSPEED if deepspeed_plugin is not None else DistributedType.FSDP
         state.distributed_type = PartialState().distributed_type = kind
     return accelerator

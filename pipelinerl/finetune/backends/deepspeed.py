@@ -42,8 +42,8 @@ class DeepSpeedBackend(Backend):
         import deepspeed
 
         if ranks.device.type == "cpu":
-            # DeepSpeed would compile a helper for collectives in shared memory at its first start: it needs a compiler
-            # and half a minute, and a process killed meanwhile leaves a lock that every later one waits for.
+            # DeepSpeed would compile a helper for shared-memory collectives at its first start, which needs a compiler
+            # and half a minute; a process killed meanwhile leaves a lock that blocks all later ones.
             deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
         self._zero = deepspeed.zero
         assert isinstance(config.backend, DeepSpeedSettings)
@@ -65,7 +65,7 @@ class DeepSpeedBackend(Backend):
                 deepspeed.zero.register_external_parameter(policy, parameter)
 
     def _parameters_to_round(self) -> list[torch.nn.Parameter]:
-        # ZeRO keeps the master weights apart itself, and writes them over the parameters.
+        # ZeRO keeps master weights itself and overwrites the parameters with them.
         return []
 
     def forward(
@@ -73,7 +73,7 @@ class DeepSpeedBackend(Backend):
     ) -> PolicyOutputs:
         outputs = super().forward(batch, layout, temperature)
         if not torch.is_grad_enabled():
-            # What was kept whole and fetched ahead for the backward that does not come.
+            # Parameters gathered and prefetched for a backward pass that does not come.
             self._shard_all()
         return outputs
 
@@ -97,7 +97,7 @@ class DeepSpeedBackend(Backend):
         table = updates(self.policy)
 
         def gather(part: Sequence[NamedParameter]) -> NamedTensors:
-            # DeepSpeed takes a parameter that is still being fetched for whole, and fails when it is to be sharded.
+            # DeepSpeed treats a parameter that is being fetched as whole, and fails to shard it.
             self._shard_all()
             added = [table[id(parameter)] for _, parameter in part if id(parameter) in table]
             needed = [*(parameter for _, parameter in part), *(p for update in added for p in (update.a, update.b))]
@@ -108,12 +108,12 @@ class DeepSpeedBackend(Backend):
         return self._gathered_source(rename, dtype, gather)
 
     def _shard_all(self) -> None:
-        """Wait for the parameters that are being fetched ahead of their use, and shard all of them again (stage 3)."""
+        """Wait for prefetched parameters and shard all parameters again (stage 3)."""
         if self._stage == 3:
             self.module.optimizer.empty_partition_cache()
 
     def save(self, folder: Path) -> None:
-        """As the other backends, under the same names; every tensor is flat, as ZeRO cuts it."""
+        """Like other backends, under the same names; tensors are flat, as ZeRO partitions them."""
         save_tensors(folder / STATE, self._shares(), self._ranks)
 
     def load(self, folder: Path) -> None:
@@ -134,13 +134,13 @@ class DeepSpeedBackend(Backend):
         return adamw
 
     def _masters(self) -> list[torch.Tensor]:
-        """This rank's share of the fp32 master weights, in flat tensors of many parameters."""
+        """This rank's share of the fp32 master weights: flat tensors of many parameters."""
         if self._stage == 3:
             return list(self.module.optimizer.fp32_partitioned_groups_flat)
         return [flat for group in self._adamw.param_groups for flat in group["params"]]
 
     def _shares(self) -> dict[str, torch.Tensor]:
-        """Master weights and moments of each trained parameter: a flat tensor, of which this rank has a piece."""
+        """This rank's pieces of the flat master weights and moments of each trained parameter."""
         masters = self._masters()
         states = [self._adamw.state.get(flat, {}) for flat in masters]
         tensors = {_STEP: states[0]["step"]} if states[0] else {}
@@ -167,7 +167,7 @@ class DeepSpeedBackend(Backend):
         zero = self.module.optimizer
         number, start, size = zero.grad_position[zero.get_param_id(parameter)]
         offset = min(size * parameter.ds_zero_partition_rank, parameter.ds_numel)
-        # The last pieces are filled up.
+        # The last pieces are padded.
         return number, start, min(size, parameter.ds_numel - offset), offset
 
     def _spread_masters(self) -> None:
@@ -184,12 +184,12 @@ class DeepSpeedBackend(Backend):
 
 
 def engine_settings(name: str, clipping_threshold: float | None, compute_dtype: torch.dtype) -> dict[str, Any]:
-    """The DeepSpeed configuration in the file `name` (`backend.config`), with what the trainer decides.
+    """The DeepSpeed configuration in the file `name` (`backend.config`), with the trainer's own settings.
 
     Batch sizes only matter for DeepSpeed's own accounting: the trainer marks the end of every step itself.
 
     Raises:
-        ConfigError: the file is no DeepSpeed configuration with ZeRO stage 1, 2 or 3.
+        ConfigError: the file is not a DeepSpeed configuration with ZeRO stage 1, 2 or 3.
     """
     settings = read_deepspeed_file(name)
     bf16 = compute_dtype == torch.bfloat16
@@ -207,7 +207,7 @@ def engine_settings(name: str, clipping_threshold: float | None, compute_dtype: 
 
 
 def _shard_parts(policy: PolicyModel, settings: Mapping[str, Any], zero: Any) -> None:
-    """Let ZeRO-3 shard a policy that is in parts: it gets the whole of one parameter after the other."""
+    """Let ZeRO-3 shard a policy that is in parts, gathering one parameter at a time."""
     dtype = torch.bfloat16 if settings["bf16"]["enabled"] else torch.float32
     sharded: list[Any] = []
 
@@ -226,7 +226,7 @@ def _shard_parts(policy: PolicyModel, settings: Mapping[str, Any], zero: Any) ->
 
 
 def _without_auto(settings: Mapping[str, Any]) -> dict[str, Any]:
-    """`settings` without what accelerate fills in later, when it knows the model."""
+    """`settings` without the values that accelerate fills in once it knows the model."""
     return {
         key: _without_auto(value) if isinstance(value, Mapping) else value
         for key, value in settings.items()

@@ -30,7 +30,7 @@ _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 class FSDPBackend(Backend):
     """`backend.param_dtype` is the dtype in which parameters are gathered; shards are fp32.
 
-    Gradients are reduced after every micro-batch: no rank ever holds those of the whole model.
+    Gradients are reduced after every micro-batch, so no rank ever holds those of the whole model.
     """
 
     def __init__(self, policy: PolicyModel, config: RunConfig, ranks: Ranks) -> None:
@@ -53,7 +53,7 @@ class FSDPBackend(Backend):
         )
         accelerator = make_accelerator(ranks, fsdp_plugin=plugin)
         if has_adapters(policy) and ranks.world_size > 1:
-            # Drawn at random; every rank keeps its share of what the first one drew.
+            # Randomly initialized: all ranks use the values of the first.
             for parameter in policy.parameters():
                 if parameter.requires_grad and not isinstance(parameter, DTensor):
                     torch.distributed.broadcast(parameter.data, src=0)
@@ -62,7 +62,7 @@ class FSDPBackend(Backend):
         super().__init__(policy, config.finetune, ranks, accelerator)
 
     def _parameters_to_round(self) -> list[torch.nn.Parameter]:
-        # Gathered in the servers' dtype, every parameter is rounded on the way.
+        # Gathering in the servers' dtype rounds all parameters.
         return [] if self._gathered_dtype == self.policy.served_dtype else super()._parameters_to_round()
 
     def forward(
@@ -70,7 +70,7 @@ class FSDPBackend(Backend):
     ) -> PolicyOutputs:
         outputs = super().forward(batch, layout, temperature)
         if not torch.is_grad_enabled():
-            # Without a backward pass nothing would shard the root's parameters again.
+            # Without a backward pass nothing else shards the root's parameters again.
             assert isinstance(self.module, FSDPModule)
             self.module.reshard()
         return outputs

@@ -1,4 +1,4 @@
-"""The policy losses, a file each. What they get, and the rest of the loss of a micro-batch, is in `rl/loss.py`."""
+"""The policy losses, a file each. Their inputs and the rest of the loss are in `rl/loss.py`."""
 
 from pipelinerl.rl.loss import LossInputs, LossOutputs
 
