@@ -114,16 +114,6 @@ def check_line(line: bytes) -> None:
         raise StreamError(f"damaged: its checksum does not fit; {_shown(line)}")
 
 
-def encode(record: Any) -> bytes:
-    """Encode one record; see `RecordCodec.encode`. In a loop, keep a `RecordCodec`."""
-    return RecordCodec[Any](type(record)).encode(record)
-
-
-def decode(data: bytes, record_type: Any) -> Any:
-    """Decode one record of `record_type`; see `RecordCodec.decode`. In a loop, keep a `RecordCodec`."""
-    return RecordCodec[Any](record_type).decode(data)
-
-
 def _struct_types(record_type: Any) -> tuple[type[msgspec.Struct], ...]:
     members = get_args(record_type) if get_origin(record_type) in (Union, types.UnionType) else (record_type,)
     for member in members:

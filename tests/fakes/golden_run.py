@@ -21,7 +21,7 @@ from pipelinerl.finetune.policy import PolicyModel
 from pipelinerl.finetune.ranks import Ranks
 from pipelinerl.finetune.step import StepRunner
 from pipelinerl.records import TrainingBatch
-from pipelinerl.records.codec import decode
+from pipelinerl.records.codec import RecordCodec
 
 FOLDER = Path(__file__).parents[1] / "golden"
 SAMPLES = FOLDER / "samples.jsonl"
@@ -102,7 +102,7 @@ class GoldenTrainer:
 def recorded_batches() -> Iterator[TrainingBatch]:
     """The batches of `samples.jsonl`, one optimizer step each."""
     for line in SAMPLES.read_bytes().splitlines():
-        yield decode(line, TrainingBatch)
+        yield RecordCodec[TrainingBatch](TrainingBatch).decode(line)
 
 
 def train(loss: str, batches: Sequence[TrainingBatch], dtype: torch.dtype = torch.float32, **rl: Any) -> list[dict]:

@@ -32,10 +32,10 @@ from fakes.golden_run import (
     recorded_batches,
     train,
 )
+from fakes.short_sample import encode
 
 from pipelinerl.config.algorithm import RLConfig
 from pipelinerl.records import IGNORED_LABEL, Sample, TrainingBatch, VersionSpan
-from pipelinerl.records.codec import encode
 from pipelinerl.rl.advantages import score_group
 from pipelinerl.rl.packing import make_plan
 

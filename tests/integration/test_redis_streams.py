@@ -14,11 +14,11 @@ from unittest.mock import Mock
 import psutil
 import pytest
 import redis
+from fakes.short_sample import encode
 
 from pipelinerl.config.resources import RedisStreams
 from pipelinerl.errors import ConfigError, StreamError, UserError, WorkerError
 from pipelinerl.records import MetricRecord
-from pipelinerl.records.codec import encode
 from pipelinerl.rundir.layout import RunDir
 from pipelinerl.streams.base import StreamSpec
 from pipelinerl.streams.hub import StreamHub

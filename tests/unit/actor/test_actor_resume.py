@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
-from fakes.short_sample import short_sample
+from fakes.short_sample import evaluation_result, short_sample
 
 from pipelinerl.actor.budget import MaxLag, SampleBudget
 from pipelinerl.actor.evaluator import find_evaluations
@@ -55,54 +55,21 @@ def test_groups_in_later_batches_and_in_no_batch_are_in_flight(tmp_path: Path) -
     assert find_evaluations(hub, "actor_0") == set()
     write(hub, "actor", "actor_0", Group, *(group(number) for number in range(6)))
     # Group 1 overtook group 0, which is in the second batch.
-    write(
-        hub, "training_data", "preprocessor_0", TrainingBatch, batch(1, [1], 0), batch(2, [0, 2], 3), batch(3, [3], 4)
-    )
-    write(
-        hub,
-        "fates",
-        "preprocessor_0",
-        FateRecord,
-        fate(["0-4/r0/s0"], "filtered"),
-        fate(["0-5/r0/s0"], "pending"),
-    )
+    batches = batch(1, [1], 0), batch(2, [0, 2], 3), batch(3, [3], 4)
+    write(hub, "training_data", "preprocessor_0", TrainingBatch, *batches)
+    fates = fate(["0-4/r0/s0"], "filtered"), fate(["0-5/r0/s0"], "pending")
+    write(hub, "fates", "preprocessor_0", FateRecord, *fates)
     both = {number: [f"0-{number}/r0/s{index}" for index in range(2)] for number in range(6)}
     assert find_unsettled_groups(hub, "actor_0", 2) == {"0-3": both[3], "0-4": ["0-4/r0/s1"], "0-5": both[5]}
     assert set(find_unsettled_groups(hub, "actor_0", 1)) == {"0-0", "0-2", "0-3", "0-4", "0-5"}
     assert set(find_unsettled_groups(hub, "actor_0", 3)) == {"0-4", "0-5"}
-    write(
-        hub,
-        "evaluation",
-        "actor_0",
-        EvaluationResult,
-        EvaluationResult(
-            due_version=0,
-            min_version=0,
-            max_version=0,
-            is_final=False,
-            dataset_name="d",
-            num_rollouts=1,
-            num_failed=0,
-            success_rate=0,
-            mean_reward=0,
-            metrics={},
-            seconds=1,
-            time=0,
-        ),
-    )
+    write(hub, "evaluation", "actor_0", EvaluationResult, evaluation_result(0, 0.0))
     assert find_evaluations(hub, "actor_0") == {(0, False)}
 
 
 def actor_fate(group_id: str, kind: Any, reason: str, num_rollouts: int) -> FateRecord:
-    return FateRecord(
-        sample_ids=[],
-        fate=kind,
-        reason=reason,
-        version=0,
-        group_id=group_id,
-        source="actor_0",
-        num_rollouts=num_rollouts,
-    )
+    own = {"group_id": group_id, "reason": reason, "source": "actor_0", "num_rollouts": num_rollouts}
+    return msgspec.structs.replace(fate([], kind), **own)
 
 
 def test_d1_l4_groups_that_were_cut_off_are_run_again_at_their_place(tmp_path: Path) -> None:

@@ -7,12 +7,12 @@ import math
 
 import pytest
 from fakes.made_up_rollouts import ended
+from fakes.short_sample import evaluation_result
 from msgspec.structs import replace
 
 from pipelinerl.actor.estimates import estimates, interval, pass_at, summarize
 from pipelinerl.actor.worker_messages import RolloutFailed
 from pipelinerl.domains.problem_sets import Problem
-from pipelinerl.records import EvaluationResult
 
 
 @pytest.mark.parametrize(
@@ -100,10 +100,7 @@ def test_names_and_values_of_the_estimates() -> None:
     assert all(each.low <= each.value <= each.high for each in found.values())
 
 
-TEMPLATE = EvaluationResult(
-    due_version=0, min_version=0, max_version=0, is_final=False, dataset_name="", num_rollouts=0, num_failed=0,
-    success_rate=None, mean_reward=None, metrics={}, seconds=1.0, time=0.0,
-)  # fmt: skip
+TEMPLATE = evaluation_result()
 
 
 def test_every_problem_counts_the_same_over_all_sets() -> None:

@@ -13,6 +13,7 @@ from typing import Any
 import msgspec
 import pytest
 from fakes.made_up_rollouts import PROBLEM, InstantRollouts, ended, settle
+from fakes.short_sample import evaluation_result
 from msgspec.structs import replace
 
 from pipelinerl.actor.budget import LagPolicy, SampleBudget
@@ -274,20 +275,7 @@ def test_o2_evaluations_are_due_once_also_when_versions_jump() -> None:
     assert [schedule.take_due(version) for version in (10, 21, 30)] == [10, 20, None]
 
 
-TEMPLATE = EvaluationResult(
-    due_version=4,
-    min_version=4,
-    max_version=6,
-    is_final=False,
-    dataset_name="",
-    num_rollouts=0,
-    num_failed=0,
-    success_rate=None,
-    mean_reward=None,
-    metrics={},
-    seconds=2.0,
-    time=0.0,
-)
+TEMPLATE = evaluation_result(4, max_version=6)
 
 
 def test_an_evaluation_averages_what_came_to_an_end() -> None:

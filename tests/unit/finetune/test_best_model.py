@@ -10,6 +10,7 @@ from typing import Any
 
 import msgspec
 import pytest
+from fakes.short_sample import evaluation_result
 
 from pipelinerl.finetune import best_model
 from pipelinerl.finetune.best_model import BestModel, EvaluatedVersion
@@ -17,19 +18,8 @@ from pipelinerl.records import EvaluationResult
 
 
 def result(due: int, value: float = 0.5, **fields: Any) -> EvaluationResult:
-    values: dict[str, Any] = {
-        "min_version": due,
-        "max_version": due + 1,
-        "is_final": False,
-        "dataset_name": "test",
-        "num_rollouts": 10,
-        "num_failed": 0,
-        "mean_reward": -value,
-        "metrics": {"length": 10 * value},
-        "seconds": 1.0,
-        "time": 0.0,
-    }
-    return EvaluationResult(due_version=due, success_rate=value, **{**values, **fields})
+    own = {"max_version": due + 1, "num_rollouts": 10, "mean_reward": -value, "metrics": {"length": 10 * value}}
+    return evaluation_result(due, value, **{**own, **fields})
 
 
 def export(root: Path, version: int, due: int | None = None, incarnation: int = 0) -> Path:

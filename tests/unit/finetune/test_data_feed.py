@@ -7,6 +7,7 @@ import time
 from types import SimpleNamespace
 
 import pytest
+from fakes.short_sample import evaluation_result
 
 from pipelinerl.config.resources import FileStreams
 from pipelinerl.errors import WorkerError
@@ -140,12 +141,9 @@ def test_other_ranks_do_what_rank_0_says(feed_of, writer, kit):
     assert feed.next(2, refuse) is None and feed.is_over, "all ranks end at the same step"
 
 
-def evaluation(success_rate, due=0, dataset_name="all", incarnation=0, late=0):
-    return EvaluationResult(
-        due_version=due, min_version=due + late, max_version=due + late + 1, is_final=False, dataset_name=dataset_name,
-        num_rollouts=4, num_failed=0, success_rate=success_rate, mean_reward=success_rate, metrics={}, seconds=1.0,
-        time=0.0, incarnation=incarnation,
-    )  # fmt: skip
+def evaluation(success_rate, due=0, dataset_name="all", late=0):
+    versions = {"min_version": due + late, "max_version": due + late + 1}
+    return evaluation_result(due, success_rate, dataset_name=dataset_name, **versions)
 
 
 def test_an_evaluation_over_all_test_data_that_reaches_the_target_ends_training(hub, feed_of, reader, writer, kit):

@@ -8,6 +8,7 @@ import shutil
 
 import pytest
 import torch
+from fakes.short_sample import evaluation_result
 from transformers import AutoModelForCausalLM
 
 from pipelinerl.config.finetune import LoraConfig
@@ -17,19 +18,6 @@ from pipelinerl.finetune.best_model import BestKeeper, BestModel
 from pipelinerl.finetune.lora import add_adapters
 from pipelinerl.finetune.model_export import ModelExporter
 from pipelinerl.finetune.ranks import Ranks
-from pipelinerl.records import EvaluationResult
-
-
-def result(due, value, version=None, **fields):
-    version = due if version is None else version
-    return EvaluationResult(
-        **{
-            **dict(due_version=due, min_version=version, max_version=version, is_final=False, dataset_name="test"),
-            **dict(num_rollouts=4, num_failed=0, success_rate=value, mean_reward=value, metrics={}),
-            **dict(seconds=1.0, time=0.0),
-            **fields,
-        }
-    )
 
 
 @pytest.fixture
@@ -49,7 +37,7 @@ class Evaluated:
         def publish(version, *others):
             report = deliver(version, *others)
             if version in values:
-                self.publish(result(version, values[version], incarnation=trainer.context.incarnation))
+                self.publish(evaluation_result(version, values[version], incarnation=trainer.context.incarnation))
             return report
 
         self.publisher.publish = publish
@@ -104,7 +92,7 @@ def test_the_final_evaluation_is_settled_by_whoever_lives_to_see_it(evaluated, t
     ended = evaluated({0: 0.1, 2: 0.6}, every=2).go()
     assert ended.left() == [2, 4]
     launcher = BestModel(tmp_path / "run" / "finetune", "success_rate", 0.5)
-    launcher.settle([*ended.results, result(4, 0.7, is_final=True)])
+    launcher.settle([*ended.results, evaluation_result(4, 0.7, is_final=True)])
     launcher.drop_rest()
     assert (ended.best["version"], ended.left()) == (4, [4])
     final, current = tmp_path / "run" / "finetune" / "best", tmp_path / "run" / "finetune" / "current"
@@ -125,7 +113,7 @@ def test_updates_and_evaluations_at_different_distances(evaluated):
 
 
 def test_a_run_whose_first_evaluation_failed_altogether_makes_it_at_its_next_evaluated(evaluated):
-    failed = result(0, None, num_failed=4, mean_reward=None)
+    failed = evaluation_result(0, None, num_failed=4, mean_reward=None)
     run = evaluated({0: 0.3}, known=[failed], incarnation=1).go()
     assert run.best["version"] == 0
 
@@ -153,7 +141,7 @@ def test_a_crash_between_export_and_result_is_made_up_for(evaluated):
     assert first.left() == [0, 1, 2], "the best one, the one that was being measured, the last one"
     known = first.results
     # The result of version 2 came after the trainer's end, and the launcher was killed before it took it.
-    known.append(result(2, 0.8, is_final=True))
+    known.append(evaluation_result(2, 0.8, is_final=True))
     second = evaluated({3: 0.2}, known=known, incarnation=1).go()
     assert (second.best["version"], second.left()) == (2, [2, 4])
 

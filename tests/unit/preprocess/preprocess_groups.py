@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from types import SimpleNamespace
 
+from fakes.short_sample import short_sample
+
 from pipelinerl.config import RunConfig
 from pipelinerl.records import IGNORED_LABEL, Group, RolloutSummary, Sample, VersionSpan
 from pipelinerl.rundir.heartbeat import Heartbeat
@@ -12,23 +14,17 @@ from pipelinerl.streams.hub import StreamHub
 
 
 def sample(sample_id, reward=1.0, version=0, prompt=2, output=3, **changes):
-    group_id, rollout, _ = sample_id.split("/")
     tokens = list(range(1, prompt + output + 1))
     values = {
-        "id": sample_id,
-        "group_id": group_id,
-        "rollout_id": f"{group_id}/{rollout}",
         "input_ids": tokens,
         "labels": [*[IGNORED_LABEL] * prompt, *tokens[prompt:]],
         "logprobs": [-0.5] * output,
         "reward": reward,
-        "finished": True,
-        "finish_reason": "stop",
         "prompt_tokens": prompt,
         "output_tokens": output,
         "version_spans": [VersionSpan(version, 0, output)] if output else [],
     }
-    return Sample(**{**values, **changes})
+    return short_sample(sample_id, **{**values, **changes})
 
 
 def group(group_id, rewards=(1.0, 0.0), version=0, samples=None):

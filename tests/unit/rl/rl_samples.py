@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 import torch
+from fakes.short_sample import short_sample
 
 from pipelinerl.records import IGNORED_LABEL, Sample, VersionSpan
 from pipelinerl.rl.diagnostics import DiagnosticsSum, StepDiagnostics
@@ -23,19 +24,13 @@ def make_sample(
     ref_logprobs: list[float] | None = None,
     spans: list[tuple[int, int, int]] | None = None,
 ) -> Sample:
-    group_id, rollout, _ = sample_id.split("/")
-    return Sample(
-        id=sample_id,
-        group_id=group_id,
-        rollout_id=f"{group_id}/{rollout}",
+    return short_sample(
+        sample_id,
         input_ids=[*prompt, *output],
         labels=[*[IGNORED_LABEL] * len(prompt), *output],
         logprobs=logprobs if logprobs is not None else [-0.5] * len(output),
         ref_logprobs=ref_logprobs or [],
         advantage=advantage,
-        reward=1.0,
-        finished=True,
-        finish_reason="stop",
         prompt_tokens=len(prompt),
         output_tokens=len(output),
         version_spans=[VersionSpan(*span) for span in (spans or [(0, 0, len(output))])],

@@ -8,11 +8,11 @@ import threading
 from pathlib import Path
 
 import pytest
+from fakes.short_sample import encode
 
 from pipelinerl.config.resources import FileStreams
 from pipelinerl.errors import StreamError
 from pipelinerl.records import MetricRecord
-from pipelinerl.records.codec import encode
 from pipelinerl.rundir.layout import RunDir
 from pipelinerl.streams import files
 from pipelinerl.streams.files import FileReader, FileWriter
