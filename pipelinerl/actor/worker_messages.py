@@ -118,24 +118,14 @@ class Connection(Generic[T]):
         self._reader = reader
         self._writer = writer
         self._decoder = msgspec.msgpack.Decoder(received)
-        self._unsent = bytearray()
 
     def send(self, message: msgspec.Struct) -> None:
-        """Queue one message. Messages of one event loop iteration are written together: rollouts come in bursts."""
-        if not self._unsent:
-            asyncio.get_running_loop().call_soon(self._write)
+        """Queue one message."""
         payload = _encoder.encode(message)
-        self._unsent += len(payload).to_bytes(_LENGTH_BYTES, "big")
-        self._unsent += payload
-
-    def _write(self) -> None:
-        if self._unsent:
-            self._writer.write(bytes(self._unsent))
-            self._unsent.clear()
+        self._writer.write(len(payload).to_bytes(_LENGTH_BYTES, "big") + payload)
 
     async def flush(self) -> None:
         """Wait until most queued messages have been sent."""
-        self._write()
         await self._writer.drain()
 
     async def receive(self) -> T | None:
@@ -157,7 +147,6 @@ class Connection(Generic[T]):
 
     def close(self) -> None:
         """Send what is queued and close."""
-        self._write()
         self._writer.close()
 
 

@@ -349,7 +349,7 @@ class LastStep:
     """
 
     def __init__(self, max_epochs: int | None, update_interval: int, step: int, epochs_done: float) -> None:
-        self.max_epochs = max_epochs
+        self._max_epochs = math.inf if max_epochs is None else max_epochs
         self._interval = update_interval
         self._step = step
         self._closed_epochs = epochs_done
@@ -364,7 +364,7 @@ class LastStep:
     def see(self, epochs_done: float) -> None:
         """Note the passes that a group reports as done, even if nothing of it is trained."""
         self.seen_epochs = max(self.seen_epochs, epochs_done)
-        if self._over_since is None and self.max_epochs is not None and self.seen_epochs >= self.max_epochs:
+        if self._over_since is None and self.seen_epochs >= self._max_epochs:
             self._over_since = self.seen_epochs
 
     def close(self, step: int, epochs_done: float) -> None:
@@ -377,9 +377,7 @@ class LastStep:
     @property
     def is_closed(self) -> bool:
         """Whether no further batch is due."""
-        if self.max_epochs is None:
-            return False
-        ends = self._closed_epochs >= self.max_epochs and self._step % self._interval == 0
+        ends = self._closed_epochs >= self._max_epochs and self._step % self._interval == 0
         return ends or self._given_up
 
     def close_step(self, batcher: Batcher, step: int, end_offset: int) -> Groups | None:

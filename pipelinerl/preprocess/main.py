@@ -214,8 +214,8 @@ class PreprocessLoop:
             last = self._last_step
             groups = last.close_step(self._batcher, self._step, self._digested_offset)
             if groups is None:
-                if last.is_closed and last.max_epochs is not None:
-                    self._outputs.write_passes_over(self._step - 1, last.max_epochs)
+                if last.is_closed and self._finetune.max_epochs is not None:
+                    self._outputs.write_passes_over(self._step - 1, self._finetune.max_epochs)
                 return
             epochs_done = max(g.record.epochs_done for g in groups) if last.rest_end is None else last.seen_epochs
             oldest = self._batcher.oldest_offset
