@@ -28,7 +28,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from pipelinerl.config import RunConfig
 from pipelinerl.finetune.backends.base import PlainBackend
 from pipelinerl.finetune.model import load_policy
-from pipelinerl.finetune.optimizer import make_adamw, schedule_of
+from pipelinerl.finetune.optimizer import make_adamw
 from pipelinerl.finetune.ranks import Ranks
 from pipelinerl.finetune.step import StepRunner
 from pipelinerl.records import IGNORED_LABEL, Sample, TrainingBatch, VersionSpan
@@ -91,7 +91,7 @@ def our_step(
     ranks = Ranks(device=device)
     policy = load_policy(config, device)
     backend = PlainBackend(policy, config.finetune, ranks)
-    runner = StepRunner(backend, config.finetune, ranks, schedule_of(config.finetune))
+    runner = StepRunner(backend, config.finetune, ranks)
     lengths = [len(sample.input_ids) for sample in samples]
     plan = make_plan(lengths, 1, pack_tokens, True, 1)
     batch = TrainingBatch(id="b", step=1, samples=samples, group_ids=[], plan=plan, actor_offset=0)

@@ -22,7 +22,6 @@ from pipelinerl.config.finetune import FinetuneConfig
 from pipelinerl.errors import EXIT_RUN_FAILED, ConfigError
 from pipelinerl.finetune.backends.base import PlainBackend
 from pipelinerl.finetune.model import load_policy, load_reference
-from pipelinerl.finetune.optimizer import schedule_of
 from pipelinerl.finetune.ranks import Ranks
 from pipelinerl.finetune.report import StepTimes, step_metrics
 from pipelinerl.finetune.step import StepRunner
@@ -140,8 +139,7 @@ class TrainingReplay:
         self._backend = PlainBackend(policy, config.finetune, ranks)
         tokenizer = load_tokenizer(config.model_path, trust_remote_code=config.finetune.trust_remote_code)
         pad_id = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else 0
-        schedule = schedule_of(config.finetune)
-        self._steps = StepRunner(self._backend, config.finetune, ranks, schedule, pad_id, reference)
+        self._steps = StepRunner(self._backend, config.finetune, ranks, pad_id, reference)
 
     def resume(self, incarnation: int) -> None:
         """Continue as that start of the run did, with its configuration."""

@@ -31,7 +31,6 @@ from pipelinerl.finetune.checkpoint import CheckpointStore, TrainerState
 from pipelinerl.finetune.data_feed import DataFeed, PassesEnd, StopRequest, TargetReached, stop_on_sigterm
 from pipelinerl.finetune.model import load_policy, load_reference
 from pipelinerl.finetune.model_export import ModelExporter
-from pipelinerl.finetune.optimizer import schedule_of
 from pipelinerl.finetune.pauses import open_pauses, wait_for_servers
 from pipelinerl.finetune.probe import batch_tokens, probe_is_due, text_tokens
 from pipelinerl.finetune.ranks import Ranks, joined_ranks
@@ -143,13 +142,11 @@ class Trainer:
         tokenizer = load_tokenizer(config.model_path, trust_remote_code=self.config.trust_remote_code)
         self.first_probe = text_tokens(tokenizer, policy.language_model.config.get_text_config().vocab_size)
         pad_id = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else 0
-        schedule = schedule_of(self.config)
         self.ratios = self._open_ratios(stack)
         self.steps = StepRunner(
             self.backend,
             self.config,
             ranks,
-            schedule,
             pad_id,
             reference,
             self.heartbeat.progress,

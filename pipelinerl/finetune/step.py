@@ -18,7 +18,7 @@ from pipelinerl.config.algorithm import RLConfig
 from pipelinerl.config.finetune import FinetuneConfig
 from pipelinerl.finetune.backends.base import Backend
 from pipelinerl.finetune.model import ReferenceModel
-from pipelinerl.finetune.optimizer import Schedule
+from pipelinerl.finetune.optimizer import schedule_of
 from pipelinerl.finetune.ranks import Ranks
 from pipelinerl.finetune.token_ratios import RatioRecorder
 from pipelinerl.records import Sample, TrainingBatch
@@ -61,7 +61,6 @@ class StepRunner:
         backend: Backend,
         config: FinetuneConfig,
         ranks: Ranks,
-        schedule: Schedule,
         pad_id: int = 0,
         reference: ReferenceModel | None = None,
         on_micro_batch: Callable[[], object] = lambda: None,
@@ -71,7 +70,7 @@ class StepRunner:
         self._backend = backend
         self._config = config
         self._ranks = ranks
-        self._schedule = schedule
+        self._schedule = schedule_of(config)
         self._pad_id = pad_id
         self._reference = reference
         self._on_micro_batch = on_micro_batch

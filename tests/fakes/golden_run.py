@@ -16,7 +16,6 @@ from transformers import Qwen2Config, Qwen2ForCausalLM
 from pipelinerl.config.finetune import FinetuneConfig
 from pipelinerl.finetune.attention import SEGMENTED_ATTENTION, register_own_attention
 from pipelinerl.finetune.backends.base import PlainBackend
-from pipelinerl.finetune.optimizer import schedule_of
 from pipelinerl.finetune.policy import PolicyModel
 from pipelinerl.finetune.ranks import Ranks
 from pipelinerl.finetune.step import StepRunner
@@ -87,7 +86,7 @@ class GoldenTrainer:
         self.policy = PolicyModel(golden_model(), compute_dtype=dtype).to(dtype)
         ranks = Ranks()
         backend = PlainBackend(self.policy, config, ranks)
-        self._steps = StepRunner(backend, config, ranks, schedule_of(config))
+        self._steps = StepRunner(backend, config, ranks)
 
     def step(self, batch: TrainingBatch) -> dict[str, float]:
         """One optimizer step; its line of the curve, named as in a run's `metrics.jsonl`."""

@@ -15,7 +15,6 @@ from pipelinerl.config import RunConfig
 from pipelinerl.finetune.attention import VARLEN_ATTENTION, candidate_implementations
 from pipelinerl.finetune.backends.base import PlainBackend
 from pipelinerl.finetune.model import load_policy
-from pipelinerl.finetune.optimizer import schedule_of
 from pipelinerl.finetune.policy import PolicyModel
 from pipelinerl.finetune.ranks import Ranks
 from pipelinerl.finetune.step import StepRunner
@@ -27,7 +26,7 @@ CUDA = torch.device("cuda", 0)
 def gradient(kit: Kit, policy: PolicyModel, device: torch.device) -> torch.Tensor:
     config, ranks = kit.config(), Ranks(device=device)
     AcceleratorState._reset_state(reset_partial_state=True)
-    runner = StepRunner(PlainBackend(policy, config, ranks), config, ranks, schedule_of(config))
+    runner = StepRunner(PlainBackend(policy, config, ranks), config, ranks)
     # Micro-batches of many samples, of one, and of none.
     plan = [[[*range(9)], [9], [*range(10, 24)], []]]
     runner.accumulate(kit.batch(kit.samples(24, 1, masked_every=9), plan=plan))

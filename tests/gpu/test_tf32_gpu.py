@@ -12,7 +12,6 @@ import torch
 
 from pipelinerl.finetune.backends.base import PlainBackend
 from pipelinerl.finetune.model_check import tf32_difference
-from pipelinerl.finetune.optimizer import schedule_of
 from pipelinerl.finetune.policy import allowed_products, fp32_products, token_logprobs
 from pipelinerl.finetune.ranks import Ranks
 from pipelinerl.finetune.step import StepRunner
@@ -72,7 +71,7 @@ def test_a_step_in_tf32_gives_almost_the_exact_gradient(kit, device: torch.devic
     for tf32 in (False, True):
         policy = kit.policy(tf32=tf32).to(device)
         config, ranks = kit.config(), Ranks(device=device)
-        runner = StepRunner(PlainBackend(policy, config, ranks), config, ranks, schedule_of(config))
+        runner = StepRunner(PlainBackend(policy, config, ranks), config, ranks)
         with warnings.catch_warnings():
             warnings.simplefilter("error")
             runner.accumulate(kit.batch(kit.samples(32, 1)))

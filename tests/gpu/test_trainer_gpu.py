@@ -17,7 +17,6 @@ from pipelinerl.config import RunConfig
 from pipelinerl.finetune.backends.base import PlainBackend
 from pipelinerl.finetune.model import load_policy
 from pipelinerl.finetune.model_export import ModelExporter
-from pipelinerl.finetune.optimizer import schedule_of
 from pipelinerl.finetune.ranks import Ranks
 from pipelinerl.finetune.step import StepRunner
 
@@ -28,7 +27,7 @@ FOLDER = Path(__file__).parents[1] / "integration" / "ranks"
 def gradient(kit, policy, device: torch.device) -> dict[str, torch.Tensor]:  # type: ignore[no-untyped-def]
     config, ranks = kit.config(), Ranks(device=device)
     AcceleratorState._reset_state(reset_partial_state=True)  # it keeps the device of the first backend
-    runner = StepRunner(PlainBackend(policy, config, ranks), config, ranks, schedule_of(config))
+    runner = StepRunner(PlainBackend(policy, config, ranks), config, ranks)
     runner.accumulate(kit.batch(kit.samples(64, 1, masked_every=9)))
     return {name: parameter.grad.cpu() for name, parameter in policy.named_parameters()}
 
@@ -111,7 +110,7 @@ def test_a_micro_batch_never_waits_for_the_gpu(tmp_path: Path) -> None:
     config = RunConfig(output_dir=str(tmp_path), model_path=str(folder), finetune={"seq_length": 128})
     ranks = Ranks(device=torch.device("cuda", 0))
     backend = PlainBackend(load_policy(config, ranks.device), config.finetune, ranks)
-    runner = StepRunner(backend, config.finetune, ranks, schedule_of(config.finetune))
+    runner = StepRunner(backend, config.finetune, ranks)
     batch = kit.batch(kit.samples(64, 1, masked_every=9))
     # The first step also loads kernels and makes buffers.
     runner.accumulate(batch)

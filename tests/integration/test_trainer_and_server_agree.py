@@ -17,7 +17,6 @@ from pipelinerl.config.finetune import FinetuneConfig, LoraConfig
 from pipelinerl.finetune.attention import SEGMENTED_ATTENTION, register_own_attention
 from pipelinerl.finetune.backends.base import PlainBackend
 from pipelinerl.finetune.lora import add_adapters
-from pipelinerl.finetune.optimizer import schedule_of
 from pipelinerl.finetune.policy import PolicyModel
 from pipelinerl.finetune.ranks import Ranks
 from pipelinerl.finetune.step import StepRunner
@@ -47,7 +46,7 @@ def policy_of(seed: int, with_values: bool = False) -> PolicyModel:
 def parts(policy: PolicyModel, publisher: WeightPublisher, **rl: Any) -> tuple[StepRunner, WeightSync]:
     config = FinetuneConfig(seq_length=256, learning_rate=5e-3, num_warmup_steps=0, rl=RLConfig(**rl))
     backend = PlainBackend(policy, config, Ranks())
-    runner = StepRunner(backend, config, Ranks(), schedule_of(config))
+    runner = StepRunner(backend, config, Ranks())
     return runner, WeightSync(backend, Ranks(), StaticPool(publisher))
 
 

@@ -20,7 +20,6 @@ from transformers.integrations.deepspeed import unset_hf_deepspeed_config
 from pipelinerl.config import RunConfig
 from pipelinerl.finetune.main import end_process
 from pipelinerl.finetune.model import load_policy, load_reference
-from pipelinerl.finetune.optimizer import schedule_of
 from pipelinerl.finetune.step import StepRunner
 from pipelinerl.finetune.tensor_files import write_tensors
 from pipelinerl.rl.packing import make_plan
@@ -92,7 +91,7 @@ def train(config, backend, reference, ranks, kit):
     """Loss, norm of the gradient and KL of each of two steps."""
     samples = kit.samples(6, 1)
     plan = make_plan([len(sample.input_ids) for sample in samples], ranks.world_size, 64, False)
-    runner = StepRunner(backend, config.finetune, ranks, schedule_of(config.finetune), reference=reference)
+    runner = StepRunner(backend, config.finetune, ranks, reference=reference)
     results = [runner.run(kit.batch(samples, step=step, plan=plan)) for step in (1, 2)]
     names = "finetune/loss", "rl/kl_reference"
     found = [[result.metrics[name] for name in names if name in result.metrics] for result in results]
@@ -101,7 +100,7 @@ def train(config, backend, reference, ranks, kit):
 
 def reference_logprobs(config, backend, reference, ranks, kit):
     """Of a few samples, the same on all ranks."""
-    runner = StepRunner(backend, config.finetune, ranks, schedule_of(config.finetune), reference=reference)
+    runner = StepRunner(backend, config.finetune, ranks, reference=reference)
     batch = kit.batch(kit.samples(3, 2), plan=[[[0], [1], [2]]] * ranks.world_size)
     return {str(number): made.ref_logprobs for number, made in enumerate(runner.micro_batches(batch))}
 

@@ -17,7 +17,6 @@ from pipelinerl.finetune.lora import add_adapters
 from pipelinerl.finetune.main import end_process
 from pipelinerl.finetune.model import ReferenceModel
 from pipelinerl.finetune.model_export import ModelExporter
-from pipelinerl.finetune.optimizer import schedule_of
 from pipelinerl.finetune.step import StepRunner
 from pipelinerl.finetune.tensor_files import write_tensors
 from pipelinerl.rl.packing import make_plan
@@ -47,7 +46,7 @@ class Trainer:
         reference = ReferenceModel(policy, ranks.device)
         self.backend = make_backend(policy, config, ranks)
         finetune = config.finetune
-        self.runner = StepRunner(self.backend, finetune, ranks, schedule_of(finetune), reference=reference)
+        self.runner = StepRunner(self.backend, finetune, ranks, reference=reference)
 
     def step(self, step):
         samples = self.kit.samples(17, 1)

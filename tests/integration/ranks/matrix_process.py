@@ -13,7 +13,6 @@ from rank_process import CHOICES, gradients, join, make_backend, without_step
 
 from pipelinerl.config import RunConfig
 from pipelinerl.finetune.main import end_process
-from pipelinerl.finetune.optimizer import schedule_of
 from pipelinerl.finetune.step import StepRunner
 from pipelinerl.finetune.tensor_files import write_tensors
 from pipelinerl.rl.packing import make_plan
@@ -46,7 +45,7 @@ def main(name, folder, device):
         for split, plan in plans(lengths, ranks.world_size, packed).items():
             # A backend of its own for every case: gradients of sharded backends are not meant to be cleared by hand.
             backend = make_backend(kit.policy().to(ranks.device), config, ranks)
-            runner = StepRunner(backend, config.finetune, ranks, schedule_of(config.finetune))
+            runner = StepRunner(backend, config.finetune, ranks)
             with without_step(backend):
                 runner.accumulate(kit.batch(samples, plan=plan))
             case = f"{'packed' if packed else 'padded'}-{split}"

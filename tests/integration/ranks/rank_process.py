@@ -22,7 +22,6 @@ from pipelinerl.finetune.best_model import BestKeeper, BestModel
 from pipelinerl.finetune.checkpoint import CheckpointStore, TrainerState
 from pipelinerl.finetune.main import end_process
 from pipelinerl.finetune.model_export import ModelExporter
-from pipelinerl.finetune.optimizer import schedule_of
 from pipelinerl.finetune.ranks import start_ranks
 from pipelinerl.finetune.step import StepRunner, reduce_metrics
 from pipelinerl.finetune.tensor_files import write_tensors
@@ -158,7 +157,7 @@ def build(kit, config, ranks, scramble=False):
             for parameter in policy.parameters():
                 parameter.add_(0.1)
     backend = make_backend(policy, config, ranks)
-    runner = StepRunner(backend, config.finetune, ranks, schedule_of(config.finetune))
+    runner = StepRunner(backend, config.finetune, ranks)
     pool = StaticPool(kit.publisher()) if ranks.is_first else None
     return runner, WeightSync(backend, ranks, pool), backend
 

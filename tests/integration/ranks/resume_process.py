@@ -15,7 +15,6 @@ from rank_process import CHOICES, full_weights, join, make_backend
 from pipelinerl.config import RunConfig
 from pipelinerl.finetune.checkpoint import CheckpointStore, TrainerState
 from pipelinerl.finetune.main import end_process
-from pipelinerl.finetune.optimizer import schedule_of
 from pipelinerl.finetune.step import StepRunner
 from pipelinerl.finetune.tensor_files import write_tensors
 from pipelinerl.rl.packing import make_plan
@@ -38,7 +37,7 @@ def main(name, folder, last_step):
             for parameter in policy.parameters():
                 parameter.add_(0.1)
     backend = make_backend(policy, config, ranks)
-    runner = StepRunner(backend, config.finetune, ranks, schedule_of(config.finetune))
+    runner = StepRunner(backend, config.finetune, ranks)
     state = store.restore(backend) or TrainerState()
     before = full_weights(backend)
     steps = {}

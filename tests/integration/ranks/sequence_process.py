@@ -24,7 +24,6 @@ from pipelinerl.finetune.main import end_process
 from pipelinerl.finetune.model import ReferenceModel
 from pipelinerl.finetune.model_check import token_batch
 from pipelinerl.finetune.model_export import ModelExporter
-from pipelinerl.finetune.optimizer import schedule_of
 from pipelinerl.finetune.policy import PolicyModel
 from pipelinerl.finetune.step import StepRunner
 from pipelinerl.finetune.tensor_files import read_tensors, write_tensors
@@ -84,7 +83,7 @@ class Trainer:
             reference = ReferenceModel(policy, ranks.device)
         self.backend = make_backend(policy, config, ranks)
         finetune = config.finetune
-        self._runner = StepRunner(self.backend, finetune, ranks, schedule_of(finetune), reference=reference)
+        self._runner = StepRunner(self.backend, finetune, ranks, reference=reference)
         self._store = CheckpointStore(folder / "training_state", ranks)
         if ranks.is_first:
             kit.tokenizer(folder / "tokenizer")

@@ -14,7 +14,6 @@ from fakes.finetune_kit import Kit
 from pipelinerl.config import RunConfig
 from pipelinerl.finetune.main import end_process
 from pipelinerl.finetune.model_check import token_batch
-from pipelinerl.finetune.optimizer import schedule_of
 from pipelinerl.finetune.step import StepRunner
 from pipelinerl.finetune.tensor_files import write_tensors
 
@@ -75,7 +74,7 @@ def main(name, computed, folder):
                 for parameter in policy.parameters():
                     parameter.add_(0.001)
         backend = tools.make_backend(policy, config, ranks)
-        return backend, StepRunner(backend, config.finetune, ranks, schedule_of(config.finetune))
+        return backend, StepRunner(backend, config.finetune, ranks)
 
     def train(runner, step):
         samples = kit.samples(16, seed=step)

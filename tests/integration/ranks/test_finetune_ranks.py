@@ -16,7 +16,6 @@ from transformers import AutoModelForCausalLM
 
 from pipelinerl.finetune.backends.base import PlainBackend
 from pipelinerl.finetune.loop import rendezvous_file
-from pipelinerl.finetune.optimizer import schedule_of
 from pipelinerl.finetune.ranks import Ranks, _open_store, joined_ranks
 from pipelinerl.finetune.step import StepRunner
 from pipelinerl.finetune.tensor_files import read_tensors
@@ -34,7 +33,7 @@ def gradient_on_one_rank(kit, samples, plan=None, **config_changes):
     policy = kit.policy()
     config = kit.config(**config_changes)
     backend = PlainBackend(policy, config, Ranks())
-    StepRunner(backend, config, Ranks(), schedule_of(config)).accumulate(kit.batch(samples, plan=plan))
+    StepRunner(backend, config, Ranks()).accumulate(kit.batch(samples, plan=plan))
     return {name: parameter.grad for name, parameter in policy.named_parameters()}
 
 

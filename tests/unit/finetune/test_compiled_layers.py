@@ -17,7 +17,6 @@ from pipelinerl.finetune.backends.base import PlainBackend
 from pipelinerl.finetune.compiled_layers import can_compile, compile_layers
 from pipelinerl.finetune.lora import add_adapters
 from pipelinerl.finetune.model_check import token_batch
-from pipelinerl.finetune.optimizer import schedule_of
 from pipelinerl.finetune.policy import PolicyModel
 from pipelinerl.finetune.ranks import Ranks
 from pipelinerl.finetune.step import StepRunner
@@ -38,7 +37,7 @@ def varlen_policy(kit: Kit, family: str = "qwen2", **options) -> PolicyModel:
 def gradients(kit: Kit, policy: PolicyModel) -> dict[str, torch.Tensor]:
     """Of a step whose micro-batches have many samples, one, and none at all."""
     config, ranks = kit.config(), Ranks()
-    runner = StepRunner(PlainBackend(policy, config, ranks), config, ranks, schedule_of(config))
+    runner = StepRunner(PlainBackend(policy, config, ranks), config, ranks)
     samples = kit.samples(24, seed=1, masked_every=9)
     batch = kit.batch(samples, plan=[[[*range(9)], [9], [*range(10, 24)], []]])
     runner.accumulate(batch)

@@ -4,17 +4,19 @@ import pytest
 import torch
 
 from pipelinerl.finetune.backends.base import PlainBackend
-from pipelinerl.finetune.optimizer import schedule_of
 from pipelinerl.finetune.ranks import Ranks
 from pipelinerl.finetune.step import StepRunner
 
 
-def gradients(kit, batch, family="qwen2", attention=None, **config_changes):
-    policy = kit.policy(family, **({"attention": attention} if attention else {}))
+def runner_of(kit, policy=None, ranks=None, on_micro_batch=lambda: None, **config_changes):
     config = kit.config(**config_changes)
-    ranks = Ranks()
-    backend = PlainBackend(policy, config, ranks)
-    StepRunner(backend, config, ranks, schedule_of(config)).accumulate(batch)
+    backend = PlainBackend(policy or kit.policy(), config, Ranks())
+    return StepRunner(backend, config, ranks or Ranks(), on_micro_batch=on_micro_batch)
+
+
+def gradients(kit, batch, family="qwen2", attention=None, policy=None, ranks=None, **config_changes):
+    policy = policy or kit.policy(family, **({"attention": attention} if attention else {}))
+    runner_of(kit, policy, ranks, **config_changes).accumulate(batch)
     return {name: parameter.grad for name, parameter in policy.named_parameters()}
 
 
@@ -59,9 +61,7 @@ def test_gradient_checkpointing_changes_nothing(kit, samples, family):
     plain = gradients(kit, batch, family)
     policy = kit.policy(family)
     policy.language_model.gradient_checkpointing_enable({"use_reentrant": False})
-    config = kit.config()
-    StepRunner(PlainBackend(policy, config, Ranks()), config, Ranks(), schedule_of(config)).accumulate(batch)
-    assert_equal(plain, {name: parameter.grad for name, parameter in policy.named_parameters()}, 1e-6)
+    assert_equal(plain, gradients(kit, batch, policy=policy), 1e-6)
 
 
 def test_the_loss_is_divided_by_the_samples_of_the_step(kit):
@@ -74,12 +74,9 @@ def test_the_loss_is_divided_by_the_samples_of_the_step(kit):
 
 def test_a_value_head_that_the_loss_does_not_use_has_a_gradient_of_zero(kit):
     """Ranks wait in their collectives for a gradient of every parameter."""
-    policy = kit.policy(with_values=True)
-    config = kit.config()
-    runner = StepRunner(PlainBackend(policy, config, Ranks()), config, Ranks(), schedule_of(config))
-    runner.accumulate(kit.batch(kit.samples(8)))
-    for parameter in policy.value_head.parameters():
-        assert parameter.grad is not None and not parameter.grad.any()
+    found = gradients(kit, kit.batch(kit.samples(8)), policy=kit.policy(with_values=True))
+    for name in ("value_head.weight", "value_head.bias"):
+        assert found[name] is not None and not found[name].any()
 
 
 def test_m2_a_fully_masked_batch_gives_exactly_zero(kit):
@@ -92,42 +89,24 @@ def test_m2_a_sentinel_adds_exactly_nothing(kit):
     """A plan for two ranks gives this rank one micro-batch and the other two: rank 0 is filled up with a sentinel."""
     samples = kit.samples(9)
     plan = [[[0, 1, 2]], [[3, 4, 5], [6, 7, 8]]]
-    config = kit.config()
-
-    def run(world_size):
-        policy = kit.policy()
-        ranks = Ranks(0, world_size)
-        runner = StepRunner(PlainBackend(policy, config, Ranks()), config, ranks, schedule_of(config))
-        batch = kit.batch(samples, plan=plan if world_size == 2 else [plan[0]])
-        count = len(runner.micro_batches(batch))
-        runner.accumulate(batch)
-        return count, {name: parameter.grad for name, parameter in policy.named_parameters()}
-
-    alone, with_sentinel = run(1), run(2)
-    assert (alone[0], with_sentinel[0]) == (1, 2)
-    for name, gradient in alone[1].items():
-        assert torch.equal(gradient, with_sentinel[1][name]), name
+    alone = gradients(kit, kit.batch(samples, plan=[plan[0]]))
+    ranks = Ranks(0, 2)
+    assert len(runner_of(kit, ranks=ranks).micro_batches(kit.batch(samples, plan=plan))) == 2
+    with_sentinel = gradients(kit, kit.batch(samples, plan=plan), ranks=ranks)
+    for name, gradient in alone.items():
+        assert torch.equal(gradient, with_sentinel[name]), name
 
 
 def test_a_plan_for_another_number_of_ranks_is_made_again(kit):
     samples = kit.samples(16)
     batch = kit.batch(samples, plan=[[[k] for k in range(8)], [[k] for k in range(8, 16)]])
-    config = kit.config()
-    runner = StepRunner(PlainBackend(kit.policy(), config, Ranks()), config, Ranks(), schedule_of(config))
+    runner = runner_of(kit)
     trained = sorted(index for micro_batch in runner.micro_batches(batch) for index in micro_batch.indices)
     assert trained == list(range(16))
 
 
 def test_each_micro_batch_is_a_sign_of_life(kit):
     beats = []
-    config = kit.config()
-    runner = StepRunner(
-        PlainBackend(kit.policy(), config, Ranks()),
-        config,
-        Ranks(),
-        schedule_of(config),
-        on_micro_batch=lambda: beats.append(1),
-    )
-    batch = kit.batch(kit.samples(3), plan=[[[0], [1], [2]]])
-    runner.accumulate(batch)
+    runner = runner_of(kit, on_micro_batch=lambda: beats.append(1))
+    runner.accumulate(kit.batch(kit.samples(3), plan=[[[0], [1], [2]]]))
     assert len(beats) == 3

@@ -20,7 +20,6 @@ from pipelinerl.finetune.lora import adapters_off, add_adapters
 from pipelinerl.finetune.model import load_policy
 from pipelinerl.finetune.model_check import forward_difference, token_batch
 from pipelinerl.finetune.model_export import ModelExporter
-from pipelinerl.finetune.optimizer import schedule_of
 from pipelinerl.finetune.ranks import Ranks
 from pipelinerl.finetune.step import StepRunner
 from pipelinerl.finetune.tensor_files import STATE, read_tensors, write_tensors
@@ -36,7 +35,7 @@ def adapted(kit, tied=False, with_values=False, dtype=torch.float32, **lora):
 def train(kit, policy, steps=2, **config):
     settings = kit.config(**config)
     backend = PlainBackend(policy, settings, Ranks())
-    runner = StepRunner(backend, settings, Ranks(), schedule_of(settings))
+    runner = StepRunner(backend, settings, Ranks())
     for step in range(1, steps + 1):
         runner.run(kit.batch(kit.samples(8, seed=step), step=step))
     return backend
@@ -135,7 +134,7 @@ def test_a_training_state_holds_adapter_and_optimizer_only_and_resumes_bit_by_bi
         resumed = before or PlainBackend(policy, settings, Ranks())
         if before is None:
             resumed.load(tmp_path / "2")
-        StepRunner(resumed, settings, Ranks(), schedule_of(settings)).run(kit.batch(kit.samples(8, seed=3), step=3))
+        StepRunner(resumed, settings, Ranks()).run(kit.batch(kit.samples(8, seed=3), step=3))
         assert target is resumed.policy
     assert all(torch.equal(a, b) for a, b in zip(policy.parameters(), again.parameters(), strict=True))
 

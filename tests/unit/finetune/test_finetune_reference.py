@@ -10,7 +10,6 @@ from pipelinerl.config.finetune import LoraConfig
 from pipelinerl.finetune.backends.base import PlainBackend
 from pipelinerl.finetune.lora import add_adapters
 from pipelinerl.finetune.model import ReferenceModel, load_policy, load_reference
-from pipelinerl.finetune.optimizer import schedule_of
 from pipelinerl.finetune.policy import logprobs_from_logits
 from pipelinerl.finetune.ranks import Ranks
 from pipelinerl.finetune.step import StepRunner
@@ -41,7 +40,7 @@ def load(kit, tmp_path):
 
 def runner(config, policy, reference):
     backend = PlainBackend(policy, config.finetune, Ranks())
-    return StepRunner(backend, config.finetune, Ranks(), schedule_of(config.finetune), reference=reference)
+    return StepRunner(backend, config.finetune, Ranks(), reference=reference)
 
 
 @pytest.mark.parametrize("lora", [False, True])

@@ -11,7 +11,6 @@ from pipelinerl.errors import ConfigError
 from pipelinerl.finetune.backends.base import PlainBackend
 from pipelinerl.finetune.model import load_policy, load_reference
 from pipelinerl.finetune.model_check import tf32_difference, token_batch
-from pipelinerl.finetune.optimizer import schedule_of
 from pipelinerl.finetune.policy import (
     PolicyModel,
     allowed_products,
@@ -51,7 +50,7 @@ def with_products(kit, attention="pipelinerl_segments", **options):
 
 def step_of(kit, policy):
     config = kit.config()
-    runner = StepRunner(PlainBackend(policy, config, Ranks()), config, Ranks(), schedule_of(config))
+    runner = StepRunner(PlainBackend(policy, config, Ranks()), config, Ranks())
     runner.accumulate(kit.batch(kit.samples(8), plan=[[list(range(8))]]))
 
 

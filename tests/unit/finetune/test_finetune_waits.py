@@ -7,7 +7,6 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from pipelinerl.finetune.backends.base import PlainBackend
-from pipelinerl.finetune.optimizer import schedule_of
 from pipelinerl.finetune.ranks import Ranks
 from pipelinerl.finetune.step import StepRunner
 from pipelinerl.rl.diagnostics import DiagnosticsSum
@@ -42,7 +41,7 @@ def test_forward_loss_backward_and_diagnostics(kit, monkeypatch, policy_loss, rl
     config = kit.config(rl={"policy_loss": policy_loss, "entropy_bonus": 0.1, **rl})
     policy = kit.policy(attention="pipelinerl_segments", with_entropy=True)
     ranks = Ranks()
-    runner = StepRunner(PlainBackend(policy, config, ranks), config, ranks, schedule_of(config))
+    runner = StepRunner(PlainBackend(policy, config, ranks), config, ranks)
     batch = kit.batch(kit.samples(12, masked_every=5))
     coefficients = coefficients_at(config.rl, 1, config.max_train_steps)
     diagnostics = DiagnosticsSum(config.rl.weight_bound)

@@ -12,7 +12,6 @@ from pipelinerl.finetune.backends.base import PlainBackend
 from pipelinerl.finetune.lora import add_adapters
 from pipelinerl.finetune.model import load_policy, load_reference
 from pipelinerl.finetune.model_check import token_batch
-from pipelinerl.finetune.optimizer import schedule_of
 from pipelinerl.finetune.ranks import Ranks
 from pipelinerl.finetune.served_weights import ServedValues, parameters_to_round
 from pipelinerl.finetune.step import StepRunner
@@ -35,7 +34,7 @@ def names_of(model, chosen) -> set[str]:
 
 def train(backend, kit, steps: int, first: int = 1) -> None:
     config = kit.config(learning_rate=1e-3, lr_scheduler_type="constant")
-    runner = StepRunner(backend, config, Ranks(), schedule_of(config))
+    runner = StepRunner(backend, config, Ranks())
     for step in range(first, first + steps):
         runner.run(kit.batch(kit.samples(8, seed=step), step=step))
 

@@ -16,7 +16,6 @@ from msgspec.structs import replace
 
 from pipelinerl.config.algorithm import RLConfig
 from pipelinerl.finetune.backends.base import PlainBackend
-from pipelinerl.finetune.optimizer import schedule_of
 from pipelinerl.finetune.ranks import Ranks
 from pipelinerl.finetune.step import StepRunner, finish_advantages
 from pipelinerl.rl.advantages import ADVANTAGES
@@ -178,7 +177,7 @@ def test_m1_equal_advantages_are_zero_and_nothing_trained_is_fine(kit):
 
 def test_m4_without_a_reference_the_step_refuses(kit):
     config = kit.config(rl={"reward_minus_kl_coef": 0.1})
-    runner = StepRunner(PlainBackend(kit.policy(), config, Ranks()), config, Ranks(), schedule_of(config))
+    runner = StepRunner(PlainBackend(kit.policy(), config, Ranks()), config, Ranks())
     with pytest.raises(ValueError, match=r"reward_minus_kl_coef"):
         runner.micro_batches(kit.batch(kit.samples(4)))
 
@@ -193,7 +192,7 @@ def test_the_step_charges_kl_once_whoever_computed_the_reference(kit, from_serve
     config = kit.config(rl=rl.model_dump())
     reference = None if from_servers else Reference()
     backend = PlainBackend(kit.policy(), config, Ranks())
-    runner = StepRunner(backend, config, Ranks(), schedule_of(config), reference=reference)
+    runner = StepRunner(backend, config, Ranks(), reference=reference)
     plain = with_reference(kit.samples(4))
     scored = [replace(s, ref_logprobs=[-9.0] * s.num_trained_tokens) for s in plain]
     sent = scored if from_servers else [replace(s, ref_logprobs=[]) for s in plain]

@@ -13,7 +13,6 @@ from pipelinerl.config import RunConfig
 from pipelinerl.config.resources import FileStreams
 from pipelinerl.errors import WorkerError
 from pipelinerl.finetune.backends.base import PlainBackend
-from pipelinerl.finetune.optimizer import schedule_of
 from pipelinerl.finetune.pauses import PausedUpdates, RolloutPause, SharedDevices, sleep_level
 from pipelinerl.finetune.ranks import Ranks
 from pipelinerl.finetune.step import StepRunner
@@ -38,7 +37,7 @@ def test_moving_the_optimizer_changes_no_step(kit):
     results = []
     for travels in (False, True):
         backend = PlainBackend(kit.policy(), config, Ranks())
-        steps = StepRunner(backend, config, Ranks(), schedule_of(config))
+        steps = StepRunner(backend, config, Ranks())
         for step in (1, 2, 3):
             if travels:
                 backend.move_optimizer(torch.device("cpu"))
@@ -50,7 +49,7 @@ def test_moving_the_optimizer_changes_no_step(kit):
 def test_state_is_where_it_was_moved_to(kit):
     backend = PlainBackend(kit.policy(), kit.config(), Ranks())
     backend.move_optimizer(torch.device("meta"))
-    StepRunner(backend, kit.config(), Ranks(), schedule_of(kit.config())).run(kit.batch(kit.samples(8)))
+    StepRunner(backend, kit.config(), Ranks()).run(kit.batch(kit.samples(8)))
     backend.move_optimizer(torch.device("meta"))
     states = list(backend.optimizer.state.values())
     assert states
