@@ -20,7 +20,7 @@ from pipelinerl.config import RunConfig
 from pipelinerl.config.load import ADAPTER_START
 from pipelinerl.errors import ConfigError
 from pipelinerl.inference.arguments import check_adapter_options, check_options
-from pipelinerl.weights.manifest import read_manifest
+from pipelinerl.weights.manifest import read_header, read_manifest
 from pipelinerl.world.model_shape import ModelShape, guess_shape, shape_of
 
 #: Any of these is a tokenizer; which ones a model needs depends on its family.
@@ -43,8 +43,6 @@ _JSON_FILES = ("config.json", "tokenizer_config.json", "tokenizer.json", "genera
 _INDEXES = ("model.safetensors.index.json", "pytorch_model.bin.index.json")
 _WEIGHT_FILES = ("*.safetensors", "pytorch_model*.bin")
 _LFS_POINTER = b"version https://git-lfs"
-_LENGTH_BYTES = 8
-_MAX_HEADER_BYTES = 100_000_000  # limit of the safetensors format
 _MAX_NAMED = 3
 _HUB_NAME = re.compile(r"[A-Za-z0-9][\w.\-]*/[\w.\-]+")
 _HUB_TIMEOUT_S = 10.0
@@ -279,19 +277,13 @@ def _pointer_trouble(file: Path) -> str | None:
 
 
 def _truncated(file: Path) -> str | None:
-    """Why the size of a safetensors file does not fit its header: 8 bytes with the length of a JSON text, that text
-    with the end of each tensor, then the tensors without gaps."""
-    size = file.stat().st_size
-    with file.open("rb") as content:
-        length = int.from_bytes(content.read(_LENGTH_BYTES), "little")
-        if not 0 < length <= min(_MAX_HEADER_BYTES, size - _LENGTH_BYTES):
-            return f"its header is truncated or it is not a safetensors file ({size} bytes)"
-        try:
-            header = json.loads(content.read(length))
-            ends = [entry["data_offsets"][1] for name, entry in header.items() if name != "__metadata__"]
-        except (ValueError, KeyError, TypeError, IndexError, AttributeError) as error:
-            return f"its header cannot be read ({type(error).__name__}: {error})"
-    expected = _LENGTH_BYTES + length + max(ends, default=0)
+    """Why the size of a safetensors file does not fit its header, which says where each tensor ends."""
+    try:
+        start, header = read_header(file)
+        ends = [entry["data_offsets"][1] for name, entry in header.items() if name != "__metadata__"]
+    except (ValueError, KeyError, TypeError, IndexError) as error:
+        return f"its header is truncated, or it is not a safetensors file ({error})"
+    size, expected = file.stat().st_size, start + max(ends, default=0)
     return None if size == expected else f"it has {size} bytes, its header says {expected}: it is truncated"
 
 

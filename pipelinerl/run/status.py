@@ -115,18 +115,18 @@ def _job_status(run_dir: RunDir, name: str, now: float) -> JobStatus:
     if beat is None:
         return JobStatus(name=name)
     age_s = max(0.0, now - beat.time)
-    status = JobStatus(
+    is_alive = _is_alive(beat, run_dir.root, name)
+    is_waiting = is_alive and beat.waited_s is not None
+    return JobStatus(
         name=name,
         pid=beat.pid,
-        is_alive=_is_alive(beat, run_dir.root, name),
+        is_alive=is_alive,
+        waiting_for=beat.waiting_for if is_waiting else None,
+        waiting_s=(beat.waited_s or 0.0) + age_s if is_waiting else None,
+        deadline_s=beat.deadline_s if is_waiting else None,
         progress=beat.progress,
         progress_age_s=beat.idle_s + age_s,
         heartbeat_age_s=age_s,
-    )
-    if beat.waited_s is None or not status.is_alive:
-        return status
-    return msgspec.structs.replace(
-        status, waiting_for=beat.waiting_for, waiting_s=beat.waited_s + age_s, deadline_s=beat.deadline_s
     )
 
 

@@ -83,7 +83,7 @@ def read_manifest(folder: Path) -> dict[str, Shape] | None:
     tensors: dict[str, Shape] = {}
     further = _further_layers(folder)
     for file in files:
-        for name, entry in _read_header(file).items():
+        for name, entry in read_header(file)[1].items():
             layer = _LAYER.match(name)
             is_further = _FURTHER_TENSORS.search(name) or (layer is not None and int(layer[1]) in further)
             if name != "__metadata__" and not is_further:
@@ -146,8 +146,13 @@ def folder_checksum(folder: Path | None) -> str | None:
     return digest.hexdigest()
 
 
-def _read_header(file: Path) -> dict[str, dict[str, list[int]]]:
-    """Format: 8 bytes length (little endian), then that many bytes of JSON (safetensors specification)."""
+def read_header(file: Path) -> tuple[int, dict[str, dict[str, list[int]]]]:
+    """At which byte the tensors of a safetensors file begin, and its header: 8 bytes length (little endian), then that
+    many bytes of JSON (safetensors specification).
+
+    Raises:
+        ValueError: there is no such header.
+    """
     with file.open("rb") as stream:
         prefix = stream.read(8)
         length = struct.unpack("<Q", prefix)[0] if len(prefix) == 8 else _MAX_HEADER_BYTES + 1
@@ -156,4 +161,4 @@ def _read_header(file: Path) -> dict[str, dict[str, list[int]]]:
         header = json.loads(stream.read(length))
     if not isinstance(header, dict):
         raise ValueError(f"{file}: the safetensors header is not an object")
-    return header
+    return 8 + length, header

@@ -17,7 +17,7 @@ import socket
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, TypeVar
 
 import psutil
 
@@ -25,6 +25,7 @@ from pipelinerl.config import RunConfig
 from pipelinerl.config.resources import WorldConfig
 from pipelinerl.errors import ConfigError
 
+T = TypeVar("T", int, float)
 LOOPBACK = "127.0.0.1"
 DEFAULT_MASTER_PORT = 29500
 _OWN_RANK = "set WORLD_SIZE, RANK and MASTER_ADDR yourself, or WORLD_SIZE=1 for a run on each node"
@@ -132,15 +133,11 @@ class Cluster:
     @property
     def gpu_bytes(self) -> int | None:
         """Memory of the smallest GPU; None if one is not known."""
-        sizes = [machine.gpu_bytes for machine in self.nodes if machine.gpus]
-        known = [size for size in sizes if size is not None]
-        return min(known) if known and len(known) == len(sizes) else None
+        return _least([machine.gpu_bytes for machine in self.nodes if machine.gpus])
 
     def host_bytes(self, ranks: Collection[int]) -> float | None:
         """Memory of the smallest of these machines; None if one is not known."""
-        sizes = [self.nodes[rank].host_bytes for rank in ranks]
-        known = [size for size in sizes if size is not None]
-        return min(known) if known and len(known) == len(sizes) else None
+        return _least([self.nodes[rank].host_bytes for rank in ranks])
 
     @property
     def cores(self) -> int:
@@ -153,6 +150,11 @@ class Cluster:
         if len(set(counts)) == 1:
             return f"{self.world_size} node(s) x {counts[0]} GPU(s)"
         return f"{self.world_size} nodes with {', '.join(map(str, counts))} GPUs"
+
+
+def _least(sizes: Sequence[T | None]) -> T | None:
+    known = [size for size in sizes if size is not None]
+    return min(known) if known and len(known) == len(sizes) else None
 
 
 def described_cluster(world: WorldConfig, machine: ClusterNode, member: ClusterMember) -> Cluster:

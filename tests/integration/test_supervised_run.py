@@ -45,30 +45,24 @@ for step in range(9):
 signal.raise_signal(signal.SIGNAL)
 """
 REFUSES = "import sys; sys.stderr.write('error: train_dataset_names: got an empty data set\\n'); sys.exit(2)"
-FINISHES = """
-import sys, time
+# Of a job that reads or writes streams; `end_training` says that training is complete.
+HUB = """
+import os, signal, sys, time
 from pathlib import Path
 from pipelinerl.config.resources import FileStreams, RedisStreams
-from pipelinerl.records import TrainerMessage, TrainingDone
-from pipelinerl.streams.hub import StreamHub
+from pipelinerl.records import PoolAnswer, ServerDropped, ServerReady, TrainerMessage, TrainingDone
 from pipelinerl.rundir.layout import RunDir
-hub = StreamHub(FileStreams(), RunDir(Path(sys.argv[1])))
-writer = hub.writer("trainer", "finetune_0", TrainerMessage)
-writer.write(TrainingDone(version=3, time=time.time(), samples_processed=9))
-writer.close()
+from pipelinerl.streams.hub import StreamHub
+root = Path(sys.argv[1])
+hub = StreamHub(FileStreams(), RunDir(root))
+def end_training(topic="trainer"):
+    writer = hub.writer(topic, "finetune_0", TrainerMessage)
+    writer.write(TrainingDone(version=3, time=time.time(), samples_processed=9))
+    writer.close()
 """
+FINISHES = f"{HUB}end_training()"
 # Waits for the trainer's last message, as the actor does, and ends well.
-FOLLOWS = """
-import sys
-from pathlib import Path
-from pipelinerl.config.resources import FileStreams, RedisStreams
-from pipelinerl.records import TrainerMessage
-from pipelinerl.streams.hub import StreamHub
-from pipelinerl.rundir.layout import RunDir
-hub = StreamHub(FileStreams(), RunDir(Path(sys.argv[1])))
-reader = hub.reader("trainer", "finetune_0", TrainerMessage)
-assert reader.read(timeout_s=200)
-"""
+FOLLOWS = f'{HUB}assert hub.reader("trainer", "finetune_0", TrainerMessage).read(timeout_s=200)'
 # A server with a helper in a session of its own, whose parent is gone: nobody's group, nobody's child.
 RUNAWAY = """
 import subprocess, sys, time
@@ -124,21 +118,12 @@ while '"serving"' not in (root / "pool" / "servers.json").read_text():
 time.sleep(300)
 """
 # Says of server 0 what the trainer says once it has the weights, then drops it.
-DROPS = """
-import sys, time
-from pathlib import Path
-from pipelinerl.config.resources import FileStreams, RedisStreams
-from pipelinerl.records import PoolAnswer, ServerDropped, ServerReady
-from pipelinerl.streams.hub import StreamHub
-from pipelinerl.rundir.layout import RunDir
-hub = StreamHub(FileStreams(), RunDir(Path(sys.argv[1])))
+DROPS = f"""{HUB}
 writer = hub.writer("pool", "finetune_0", PoolAnswer)
 writer.write(ServerReady(name="actor_llm_0", generation=0, version=0, time=time.time()))
 writer.write(ServerDropped(name="actor_llm_0", generation=0, error="HTTP 500 boom", time=time.time()))
 time.sleep(300)
 """
-
-
 # Ignores SIGTERM, and so does a helper in a session of its own.
 STUBBORN_WITH_HELPER = """
 import os, signal, subprocess, sys, time
@@ -150,42 +135,21 @@ with (Path(sys.argv[1]) / "starts").open("a") as file:
 time.sleep(300)
 """
 # A record of another kind in the stream that the launcher follows.
-TALKS_NONSENSE = """
-import sys, time
-from pathlib import Path
-from pipelinerl.config.resources import FileStreams, RedisStreams
-from pipelinerl.records import TrainerMessage, TrainingDone
-from pipelinerl.streams.hub import StreamHub
-from pipelinerl.rundir.layout import RunDir
-hub = StreamHub(FileStreams(), RunDir(Path(sys.argv[1])))
-hub.writer("pool", "finetune_0", TrainerMessage).write(TrainingDone(version=3, time=time.time(), samples_processed=9))
-time.sleep(300)
-"""
+TALKS_NONSENSE = f"{HUB}end_training(topic='pool')\ntime.sleep(300)"
 
 
 # Says that all servers have the weights, and once that is known that training is complete.
-TRAINS = """
-import json, os, signal, sys, time
-from pathlib import Path
-from pipelinerl.config.resources import FileStreams, RedisStreams
-from pipelinerl.records import PoolAnswer, ServerReady
-from pipelinerl.records import TrainerMessage, TrainingDone
-from pipelinerl.streams.hub import StreamHub
-from pipelinerl.rundir.layout import RunDir
-root = Path(sys.argv[1])
-hub = StreamHub(FileStreams(), RunDir(root))
+TRAINS = f"""{HUB}
 pool = hub.writer("pool", "finetune_0", PoolAnswer)
 servers = root / "pool" / "servers.json"
 count = servers.read_text().count('"actor_llm_')
 for index in range(count):
-    pool.write(ServerReady(name=f"actor_llm_{index}", generation=0, version=0, time=time.time()))
+    pool.write(ServerReady(name="actor_llm_" + str(index), generation=0, version=0, time=time.time()))
 pool.flush()
 while servers.read_text().count('"serving"') < count:
     time.sleep(0.05)
 # BEFORE THE END
-writer = hub.writer("trainer", "finetune_0", TrainerMessage)
-writer.write(TrainingDone(version=3, time=time.time(), samples_processed=9))
-writer.close()
+end_training()
 """
 # Loses the only server while it saves the model.
 LOSES_ITS_SERVER = TRAINS.replace(
