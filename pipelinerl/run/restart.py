@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Literal, NamedTuple
 
+from pipelinerl.config.resources import SuperviseConfig
 from pipelinerl.errors import EXIT_RUN_FAILED, EXIT_USER_ERROR
 from pipelinerl.records import PoolAnswer, PoolChange, ServerReady, TrainerMessage, TrainingDone, record_time
 from pipelinerl.run.pool_command import ServerState, write_state
@@ -25,8 +26,7 @@ POLICY_KIND = "actor_llm"
 #: Jobs whose death ends the run, which can then be resumed.
 RESUMED_KINDS = ("finetune", "actor", "preprocessor")
 MAX_BACKOFF_S = 60.0
-#: Until the next try to start a server on a node that does not answer.
-RETRY_S = 1.0
+_WINDOW_S = 3600.0
 #: After training: how long the actor's own end may take to be heard, and what the trainer said last of a server that
 #: started lately.
 END_S = 1.0
@@ -124,25 +124,22 @@ class ExitPolicy:
 
 @dataclass
 class RestartBudget:
-    """At most `cap` restarts within `window_s` seconds; restart k waits `backoff_s * 2 ** k`, capped."""
+    """`supervise.max_server_restarts` an hour; restart k waits `supervise.server_restart_backoff_s` x 2 ** k, capped."""
 
-    cap: int
-    backoff_s: float
-    window_s: float = 3600.0
+    config: SuperviseConfig
     _times: list[float] = field(default_factory=list)
 
-    def used(self, now: float) -> int:
-        """Restarts that count at `now` (seconds)."""
-        self._times = [each for each in self._times if now - each < self.window_s]
-        return len(self._times)
+    def has_more(self, now: float) -> bool:
+        """Whether there is one left at `now` (seconds)."""
+        self._times = [each for each in self._times if now - each < _WINDOW_S]
+        return len(self._times) < self.config.max_server_restarts
 
     def take(self, now: float) -> float | None:
         """Spend one restart; returns the seconds to wait before it, or None if there is none left."""
-        used = self.used(now)
-        if used >= self.cap:
+        if not self.has_more(now):
             return None
         self._times.append(now)
-        return min(self.backoff_s * 2.0**used, MAX_BACKOFF_S)
+        return min(self.config.server_restart_backoff_s * 2.0 ** (len(self._times) - 1), MAX_BACKOFF_S)
 
 
 @dataclass
@@ -174,14 +171,15 @@ class ServerKeeper:
     Args:
         session: of the run.
         now: seconds of the monotonic clock, as in all methods.
-        changes: the stream `pool`; None: nobody is told.
+        changes: the stream `pool`.
 
     Attributes:
         phase: of the run. After training nobody can give a server its weights, so none is restarted.
     """
 
-    def __init__(self, session: RunSession, now: float, changes: StreamWriter[PoolChange] | None) -> None:
+    def __init__(self, session: RunSession, now: float, changes: StreamWriter[PoolChange]) -> None:
         self._session = session
+        self._config = session.config.supervise
         self._changes = changes
         self._unserved_since: float | None = None
         self.phase: Phase = "training"
@@ -189,7 +187,8 @@ class ServerKeeper:
         for job in session.world.jobs:
             if job.kind in SERVER_KINDS:
                 url, port, is_policy = job.url or "", job.weight_group_port, job.kind == POLICY_KIND
-                self.servers[job.name] = Server(job.name, url, True, is_policy, self._budget(), now, port)
+                budget = RestartBudget(self._config)
+                self.servers[job.name] = Server(job.name, url, True, is_policy, budget, now, port)
         self._write_state()
 
     @property
@@ -211,8 +210,7 @@ class ServerKeeper:
         server = self.servers.get(name)
         if server is None:
             return False
-        may_restart = server.state != "removed" and server.budget.used(now) < server.budget.cap
-        return may_restart or self.can_lose(name)
+        return (server.state != "removed" and server.budget.has_more(now)) or self.can_lose(name)
 
     def on_exit(self, name: str, returncode: int, now: float) -> str | None:
         """The process of a server ended. None: it will be started again; else why not, completing `<job> ...`."""
@@ -224,7 +222,7 @@ class ServerKeeper:
         if server.is_policy and not server.has_served and (returncode >= 0 or server.trouble):
             return reason
         if not self._retry(server, reason, now):
-            return f"{reason}{_cap_text(server)}"
+            return f"{reason}{self._cap_text}"
         server.trouble = ""
         self._write_state()
         return None
@@ -241,7 +239,7 @@ class ServerKeeper:
         server = self.servers[name]
         server.trouble = trouble
         if not self._retry(server, trouble, now):
-            logger.error("%s %s%s: it leaves", name, trouble, _cap_text(server))
+            logger.error("%s %s%s: it leaves", name, trouble, self._cap_text)
             self.leave(name, trouble)
         self._write_state()
 
@@ -257,7 +255,7 @@ class ServerKeeper:
         if any(server.url == url and server.state != "removed" for server in self.servers.values()):
             raise ValueError(f"a server that the run does not have yet; it has {url}")
         number = sum(server.joined for server in self.servers.values())
-        server = Server(f"joined_{number}", url, False, True, self._budget(), now, joined=True)
+        server = Server(f"joined_{number}", url, False, True, RestartBudget(self._config), now, joined=True)
         self.servers[server.name] = server
         self._up(server, now)
         return server
@@ -283,10 +281,6 @@ class ServerKeeper:
             server.due = None
         # After training a policy server would wait for weights that nobody sends.
         return [server for server in due if self.phase == "training" or not server.is_policy]
-
-    def postpone(self, name: str, now: float) -> None:
-        """A server that was due cannot be started now."""
-        self.servers[name].due = now + RETRY_S
 
     def dues_s(self, now: float) -> list[float]:
         """Seconds until something has to be done, for everything that is planned."""
@@ -344,9 +338,10 @@ class ServerKeeper:
     def _unserved_grace_s(self) -> float:
         return ANSWER_S if any(server.state == "starting" for server in self.policy_servers) else END_S
 
-    def _budget(self) -> RestartBudget:
-        config = self._session.config.supervise
-        return RestartBudget(config.max_server_restarts, config.server_restart_backoff_s)
+    @property
+    def _cap_text(self) -> str:
+        cap = self._config.max_server_restarts
+        return f", after {cap} restarts (supervise.max_server_restarts)" if cap else ""
 
     def _retry(self, server: Server, reason: str, now: float) -> bool:
         """Plan another start or try; False if it had as many as it may."""
@@ -369,7 +364,7 @@ class ServerKeeper:
             self._announce(server, "down", reason)
 
     def _announce(self, server: Server, event: Literal["up", "down", "removed"], reason: str) -> None:
-        if self._changes is None or not server.is_policy:
+        if not server.is_policy:
             return
         self._changes.write(
             PoolChange(
@@ -393,8 +388,3 @@ class ServerKeeper:
             if each.is_policy
         ]
         write_state(self._session.run_dir, states)
-
-
-def _cap_text(server: Server) -> str:
-    cap = server.budget.cap
-    return f", after {cap} restarts (supervise.max_server_restarts)" if cap else ""

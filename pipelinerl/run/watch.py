@@ -50,6 +50,8 @@ START_GRACE_S = 60.0
 # From here on in the order of blame, the cause may be another death.
 _UNCLEAR = 2
 _STACK_DUMP_S = 3.0
+# Until the next try to start a server on a node that does not answer.
+_RETRY_S = 1.0
 # A process that uses more of one core works; over what time that is measured.
 _BUSY_SHARE, _BUSY_S = 0.05, 1.0
 # Shorter waits are no news in the reason of a run that was stopped.
@@ -327,7 +329,7 @@ class Supervisor:
             if command is not None and (outcome := self._spawn(command)) is not None:
                 if self._nodes[command.job.node_rank].answers:
                     return outcome
-                keeper.postpone(server.name, now)  # its node comes back, or is lost
+                server.due = now + _RETRY_S  # its node comes back, or is lost
                 continue
             keeper.started(server.name, time.monotonic())
         if keeper.is_empty:

@@ -10,7 +10,7 @@ from typing import Any, cast
 import pytest
 
 from pipelinerl.config import RunConfig
-from pipelinerl.config.resources import FileStreams
+from pipelinerl.config.resources import FileStreams, SuperviseConfig
 from pipelinerl.records import PoolChange, ServerDropped, ServerReady, TrainerMessage, TrainingDone
 from pipelinerl.run.pool_command import read_state
 from pipelinerl.run.processes import Outcome
@@ -139,11 +139,16 @@ def kept(tmp_path: Path) -> Kept:
     return Kept(tmp_path)
 
 
+def budget_of(cap: int, backoff_s: float) -> RestartBudget:
+    settings = {"max_server_restarts": cap, "server_restart_backoff_s": backoff_s}
+    return RestartBudget(SuperviseConfig.model_validate(settings))
+
+
 def test_restarts_wait_twice_as_long_each_time_and_are_capped_within_the_window() -> None:
-    budget = RestartBudget(cap=3, backoff_s=1, window_s=100)
+    budget = budget_of(3, backoff_s=1)
     assert [budget.take(now) for now in (0, 10, 20, 30)] == [1, 2, 4, None]
-    assert budget.take(101) == 4  # the first one is forgotten
-    slow = RestartBudget(cap=20, backoff_s=50, window_s=100)
+    assert budget.take(3601) == 4  # the first one is forgotten
+    slow = budget_of(20, backoff_s=50)
     assert [slow.take(0) for _ in range(3)] == [50, 60, 60]
 
 

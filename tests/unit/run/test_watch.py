@@ -180,7 +180,7 @@ class SavingRun:
         identity = RunIdentity(run_id="r", incarnation=0)
         commands = [Command(job, ("true",), {}) for job in jobs]
         session = RunSession(config, world, RunDir(root), identity, commands, {}, "t", self.events)
-        self.keeper = ServerKeeper(session, 0.0, None)
+        self.keeper = ServerKeeper(session, 0.0, MagicMock())
         self.nodes = {rank: FakeNode(root / "stderr.log", self.events) for rank in nodes}
         self.supervisor = Supervisor(session, ExitPolicy(jobs, None), self.keeper, self.nodes)
         self.trainers = [FakeChild(f"finetune_{i}") for i in range(trainers)]
