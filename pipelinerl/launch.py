@@ -1,7 +1,7 @@
 """Main of the orchestrator: `python -m pipelinerl.launch [--config-name NAME] [key=value ...]`.
 
 Composes and checks the configuration, plans the run, and supervises its processes until training is complete. Exit
-codes: 0 training is complete, 1 the run failed, 2 the user has to change something, 128 + n stopped by signal n.
+codes: 0 training is complete, 1 the run failed, 2 something has to be changed, 128 + n stopped by signal n.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def start(compose_config: Callable[[], ComposedConfig]) -> int:
-    """Start what is composed, or show its plan, and return the exit code. Errors are messages."""
+    """Start the composed runs, or print the plan, and return the exit code. Errors become messages."""
     try:
         composed = compose_config()
         if composed.members:
@@ -77,7 +77,7 @@ def start(compose_config: Callable[[], ComposedConfig]) -> int:
         if composed.config is None:
             sys.stdout.write(f"{composed.help_text}\n")
             return 0
-        # For the user's classes that live in this process (`tracking.sinks`); last, so that they hide nothing.
+        # User classes loaded in this process (`tracking.sinks`). Last on the path, so that they shadow nothing.
         sys.path += [str(folder) for folder in composed.search_dirs]
         config = composed.config.of_stage()
         member = ClusterMember.from_env(os.environ, config.world.cluster)
@@ -99,7 +99,7 @@ def start(compose_config: Callable[[], ComposedConfig]) -> int:
 
 
 def show_plan(composed: ComposedConfig, config: RunConfig, cluster: Cluster) -> int:
-    """Print what `launch` would start, and on stderr what can be said about such a start without one."""
+    """Print what `launch` would start and, on stderr, the checks that need no start."""
     checked = check_dry_run(Start(config, cluster, os.environ, composed.search_dirs, is_dry_run=True))
     world = build_world_map(config, cluster, model=read_shape(config.model_path))
     run_dir = RunDir(Path(config.output_dir).absolute())
@@ -111,7 +111,7 @@ def show_plan(composed: ComposedConfig, config: RunConfig, cluster: Cluster) -> 
 
 
 def check_described(config: RunConfig, member: ClusterMember, machine: ClusterNode) -> None:
-    """Refuse a `world.nodes` that is not the machines on which the command was started."""
+    """Refuse `world.nodes` unless it describes the machines on which the command was started."""
     if config.world.nodes is None or config.world.cluster == "ray":
         return
     sizes = [node.gpus for node in config.world.nodes]
@@ -142,11 +142,12 @@ def found_nodes(config: RunConfig, member: ClusterMember, machine: ClusterNode) 
 
 
 def load_bring_up(member: ClusterMember) -> ModuleType:
-    """The code for several nodes. Raises ConfigError without Ray, or without the token of a cluster of our own."""
+    """The code for several nodes. Raises ConfigError if Ray is missing, or the token of a cluster that we start."""
     if member.world_size > 1:
         require_token(os.environ)
         os.environ.setdefault(_MODE_KEY, "token")  # Ray reads its variables when it is imported
-    # Ray ends a driver that has not reached the head for so many seconds. We name what is gone, and end ourselves.
+    # Ray kills a driver that has lost the head for this many seconds. The launcher reports what is gone and exits
+    # itself.
     os.environ.setdefault("RAY_gcs_rpc_server_reconnect_timeout_s", "3600")
     os.environ.setdefault("RAY_ENABLE_AUTO_CONNECT", "0")  # no cluster of this machine alone behind our back
     try:
@@ -159,7 +160,7 @@ def load_bring_up(member: ClusterMember) -> ModuleType:
 
 
 def require_token(environ: Mapping[str, str]) -> None:
-    """Refuse to bring a Ray cluster up that asks nobody for a token, unless the user says so."""
+    """Refuse to start a Ray cluster without authentication, unless the user disabled it."""
     token = environ.get(SECRET_KEYS[0], "")
     is_off = environ.get(_MODE_KEY, "token") != "token"
     if is_off or environ.get(SECRET_KEYS[1]) or len(token) >= _MIN_TOKEN_CHARACTERS:
@@ -174,7 +175,7 @@ def require_token(environ: Mapping[str, str]) -> None:
 
 
 def launch(composed: ComposedConfig, config: RunConfig, find: FindNodes) -> int:
-    """Start the run and, as often as `supervise.max_restarts` allows, resume it when a process of it died."""
+    """Start the run, and resume it up to `supervise.max_restarts` times when one of its processes dies."""
     restarts: list[str] = []  # why
     while True:
         events: SimpleQueue[Event] = SimpleQueue()
@@ -195,13 +196,13 @@ def launch(composed: ComposedConfig, config: RunConfig, find: FindNodes) -> int:
         text = f"the run is resumed (restart {len(restarts)} of {config.supervise.max_restarts})"
         say(text)
         logger.warning("%s, after: %s", text, outcome.reason)
-        # The run that is there now is the one to continue.
+        # From now on it continues the run that it started.
         config = config.model_copy(update={"force_restart": False})
 
 
 def launch_members(members: Sequence[Member]) -> int:
-    """Run each as a launcher of its own, one after the other, and say how they went. One that fails costs the others
-    nothing; a signal stops the current one and starts no more. The exit code is 0 if all of them succeed."""
+    """Run one launcher for each, one after the other, and print how they ended. A failed run does not affect the
+    others; a signal stops the current one and starts no more. The exit code is 0 if all succeed."""
     codes: list[int] = []
     events: SimpleQueue[Any] = SimpleQueue()
     with signals_as_events(events) as signals:
@@ -209,7 +210,7 @@ def launch_members(members: Sequence[Member]) -> int:
             if signals:
                 break
             say(f"run {number} of {len(members)}: {member.folder}")
-            # In a group of its own: a signal of the terminal reaches it once.
+            # In its own process group, so that a signal from the terminal reaches it only once.
             child = subprocess.Popen([sys.executable, "-m", "pipelinerl.launch", *member.argv], process_group=0)
             threading.Thread(target=lambda child=child: events.put(child.wait()), daemon=True).start()
             while isinstance(event := events.get(), Interrupted):
@@ -224,7 +225,7 @@ def launch_members(members: Sequence[Member]) -> int:
 def _supervised(
     composed: ComposedConfig, config: RunConfig, place: Place, events: SimpleQueue[Event], restarts: Sequence[str]
 ) -> Outcome:
-    """Check, plan, enter the run directory and supervise. Nothing is written before everything is checked."""
+    """Check, plan, enter the run directory and supervise. Nothing is written before all checks pass."""
     cluster = place.cluster
     lines = check_start(Start(config, cluster, os.environ, composed.search_dirs, has_agents=place.has_agents))
     config = bounded_by_record(config)
@@ -245,7 +246,7 @@ def _supervised(
             save_config(config, run_dir.config_of_start(identity.incarnation))
             run_dir.world_file.write_text(world.to_json(), encoding="utf-8")
             commands = [build_command(job, world, run_dir, os.environ, composed.search_dirs) for job in world.jobs]
-            # A token of the user's own lets servers join that somebody else starts (`pool add`).
+            # With a token set by the user, servers started by hand can join (`pool add`).
             token = os.environ.get(TOKEN_KEY) or secrets.token_urlsafe(24)
             session = RunSession(config, world, run_dir, identity, commands, os.environ, token, events, tuple(restarts))
             outcome = supervise(session, place.open)
@@ -253,11 +254,11 @@ def _supervised(
 
 
 def supervise(session: RunSession, open_nodes: OpenNodes = this_machine) -> Outcome:
-    """Start and supervise all processes, then write `summary.json`, whatever happens, and say how it went.
+    """Start and supervise all processes, then write `summary.json` (always) and print the result.
 
     Args:
         session: what to run.
-        open_nodes: makes the nodes of the run ready to start its jobs.
+        open_nodes: prepares the nodes of the run.
     """
     _greet(session)
     config, run_dir = session.config, session.run_dir
@@ -273,11 +274,11 @@ def supervise(session: RunSession, open_nodes: OpenNodes = this_machine) -> Outc
             raise
         try:
             outcome = supervise_jobs(session, hub, open_nodes)
-        except UserError as error:  # a node of the cluster cannot be used
+        except UserError as error:  # a node cannot be used
             outcome = Outcome("failed", str(error), EXIT_USER_ERROR)
         except Exception as error:
             logger.exception("the launcher failed")
-            collector.stop()  # the terminal is free again
+            collector.stop()  # frees the terminal
             traceback.print_exc()
             outcome = Outcome("failed", f"launch: {type(error).__name__}: {error}", EXIT_RUN_FAILED, "launch")
         logger.info("%s: %s", outcome.status, outcome.reason)
@@ -288,13 +289,13 @@ def supervise(session: RunSession, open_nodes: OpenNodes = this_machine) -> Outc
         else:
             print_result(outcome, summary, run_dir)
         sys.stdout.flush()
-    except BrokenPipeError:  # `| head`: the exit code still has to say how the run went
+    except BrokenPipeError:  # `| head`: keep the exit code of the run
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     return outcome
 
 
 def supervise_jobs(session: RunSession, hub: StreamHub, open_nodes: OpenNodes) -> Outcome:
-    """Start the jobs and block until the run is over and all of them are gone."""
+    """Start the jobs and block until the run is over and all processes are gone."""
     with ExitStack() as stack:
         nodes = stack.enter_context(open_nodes(session))
         forget_requests(session.run_dir)
@@ -304,7 +305,7 @@ def supervise_jobs(session: RunSession, hub: StreamHub, open_nodes: OpenNodes) -
 
         @stack.callback
         def stop() -> None:
-            with suppress(Exception):  # what ended it has been named, and does not change how the run ended
+            with suppress(Exception):  # already reported; it does not change the outcome
                 answers.stop()
 
         trainer = hub.reader(TRAINER_TOPIC, TRAINER, TrainerMessage) if session.config.has_stage("finetune") else None
@@ -328,7 +329,7 @@ def _summarize(session: RunSession, outcome: Outcome, collector: Collector) -> d
     """Write `summary.json` and return its content."""
     collector.stop()
     if session.config.debug.mode == "evaluation" and (found := collector.snapshot(lambda each: list(each.evaluations))):
-        with suppress(OSError):  # the disk is full: the table is printed, and the stream has the results
+        with suppress(OSError):  # full disk: the table is printed anyway, and the stream has the results
             write_json(session.run_dir.evaluation_file, evaluation_report(session.config, found))
     more: dict[str, Any] = {}
     if session.restarts:
@@ -339,7 +340,7 @@ def _summarize(session: RunSession, outcome: Outcome, collector: Collector) -> d
 
 
 def _settle_best(session: RunSession, collector: Collector) -> dict[str, Any] | None:
-    """Consider the results that came after the trainer's end. What cannot be done now, the next start does."""
+    """Process the results that arrived after the trainer ended. What fails now is done by the next start."""
     best = best_model_of(session.config, session.run_dir)
     if best is None:
         return None
@@ -367,7 +368,7 @@ def _greet(session: RunSession) -> None:
 
 
 def say(*lines: str) -> None:
-    """Tell the user at the terminal."""
+    """Print to the terminal."""
     sys.stderr.write("".join(f"{line}\n" for line in lines))
     sys.stderr.flush()
 

@@ -41,7 +41,7 @@ from pipelinerl.world.rates import Layout, Machine, StepForecast, Work, card_mac
 _ASLEEP_BYTES = 1.2 * GIB
 #: Launcher, actor and preprocessor together.
 _OTHER_PROCESSES = 1.0 * GIB
-#: Prompts are short beside answers unless told otherwise, and answers half as long as they may be.
+#: By default prompts are assumed to be short, and answers half as long as allowed.
 _PROMPT_TOKENS, _ANSWER_SHARE = 256, 0.5
 _BETTER = 0.9
 
@@ -56,7 +56,7 @@ class Hardware:
 
 @dataclass(frozen=True)
 class CardUse:
-    """What one card (or the memory of a machine) holds at the moment of its peak."""
+    """What one GPU (or the memory of a machine) holds at its peak."""
 
     name: str
     jobs: str
@@ -66,7 +66,7 @@ class CardUse:
 
 @dataclass(frozen=True)
 class RunForecast:
-    """All that is known of a run before it starts. `uses` has an entry for all cards that hold the same."""
+    """The forecast of a run. `uses` has one entry for all GPUs that hold the same."""
 
     config: RunConfig
     world: WorldMap
@@ -85,15 +85,15 @@ class RunForecast:
 
     @property
     def fits(self) -> bool:
-        """Whether all peaks are below what there is, and a server's cache holds one request."""
+        """Whether all peaks fit, and a server's cache holds one request."""
         room, server = self.hardware.machine.memory_bytes, self.server
         has_cache = server is None or cache_tokens(server, server_memory(server, room)) >= server.max_tokens
         return has_cache and all(use.memory.total <= room for use in self.uses)
 
 
 def hardware_here(config: RunConfig, cluster: Cluster) -> Hardware | None:
-    """What the run would use, on machines like this one where nothing is known of them; None: its cards are named but
-    not here."""
+    """What the run would use; unknown machines are taken to be like this one. None: its GPUs are configured but not
+    here."""
     memory = cluster.host_bytes(range(cluster.world_size)) or memory_of_machine()
     if config.world.device == "cpu" or not cluster.num_gpus:
         return Hardware(cpu_machine(memory, cluster.cores), memory)
@@ -199,14 +199,14 @@ def _sum(*counted: tuple[int, Mapping[str, float]]) -> dict[str, float]:
 
 
 def faults_of(forecast: RunForecast) -> list[ConfigError]:
-    """Why a run cannot work: less memory than for weights, gradients and optimizer state."""
+    """Why a run cannot work: not enough memory for weights, gradients and optimizer state."""
     return [*_card_faults(forecast), *_server_faults(forecast)]
 
 
 def _card_faults(forecast: RunForecast) -> Iterator[ConfigError]:
     room, trainer, config = forecast.hardware.machine.memory_bytes, forecast.trainer, forecast.config
     for use in forecast.uses:
-        if use.least <= room or "rank" not in use.jobs:  # servers alone have a message of their own
+        if use.least <= room or "rank" not in use.jobs:  # servers alone: see `_server_faults`
             continue
         how = (
             "" if trainer is None else ", LoRA" if trainer.lora_rank else f", full training, backend {trainer.sharding}"
@@ -233,7 +233,7 @@ def _server_faults(forecast: RunForecast) -> Iterator[ConfigError]:
     server, machine = forecast.server, forecast.hardware.machine
     if server is None or server.on_cpu:
         return
-    # With a cache of a fixed size vLLM does not look at its share.
+    # With a cache of a fixed size vLLM ignores its share.
     share = server.share if server.cache_bytes is None else 1.0
     if least_of_server(server) <= share * machine.memory_bytes:
         return
@@ -247,7 +247,7 @@ def _server_faults(forecast: RunForecast) -> Iterator[ConfigError]:
 
 
 def advice_text(forecast: RunForecast) -> str:
-    """The nearest changes with which the trainer fits."""
+    """The smallest changes that make the trainer fit."""
     found = nearest(forecast)
     if not found:
         return "Use a smaller model, or a machine with more memory."
@@ -255,7 +255,7 @@ def advice_text(forecast: RunForecast) -> str:
 
 
 def _smaller_cache(forecast: RunForecast, use: CardUse) -> str | None:
-    """How much of the card the servers may take, if a smaller cache alone makes room."""
+    """How much of the GPU the servers may use, if a smaller cache is enough to make room."""
     room, server = forecast.hardware.machine.memory_bytes, forecast.server
     cache, excess = use.memory.parts.get(CACHE, 0.0), use.memory.total - room
     if server is None or server.on_cpu or "rank" not in use.jobs or excess > cache / 2:
@@ -270,7 +270,7 @@ def nearest(forecast: RunForecast) -> list[Remedy]:
     trainer, machine = forecast.trainer, forecast.hardware.machine
     if trainer is None:
         return []
-    # What other jobs hold on the cards of the trainer stays there.
+    # Other jobs keep what they hold on the GPUs of the trainer.
     own = trainer_memory(trainer).total
     beside = max((use.memory.total - own for use in forecast.uses if "rank" in use.jobs), default=0.0)
     cards = max(1, forecast.cards - forecast.layout.servers // forecast.layout.on_card)
@@ -279,7 +279,7 @@ def nearest(forecast: RunForecast) -> list[Remedy]:
 
 
 def lines_of(forecast: RunForecast) -> list[str]:
-    """The forecast for people."""
+    """The forecast as lines for the user."""
     machine, shape = forecast.hardware.machine, forecast.shape
     where = machine.name if machine.on_cpu else f"{forecast.cards} x {machine.name}"
     source = "a guess by its name" if shape.source == "name" else f"from its {shape.source}"
@@ -312,7 +312,7 @@ def lines_of(forecast: RunForecast) -> list[str]:
 
 
 def better_split(forecast: RunForecast) -> str | None:
-    """The fastest split of the cards, if it is better than the configured one by a tenth."""
+    """The fastest split of the GPUs, if at least a tenth faster than the configured one."""
     trainer, server, step = forecast.trainer, forecast.server, forecast.step
     if trainer is None or server is None or step is None or forecast.cards < 2 or trainer.on_cpu:
         return None
@@ -348,7 +348,7 @@ def _gib(size: float) -> str:
 
 @dataclass(frozen=True)
 class Remedy:
-    """A change with which a trainer fits: the overrides, the peak of a card and that of the machine then."""
+    """A change that makes a trainer fit: the overrides, and the resulting peaks of a GPU and of the machine."""
 
     overrides: str
     peak: float
@@ -356,11 +356,11 @@ class Remedy:
 
 
 def remedies(setup: TrainerSetup, room: float, host_room: float, most_ranks: int, longest_sample: int) -> list[Remedy]:
-    """The nearest changes with which the trainer fits, the smallest change first, one of each kind.
+    """The smallest changes that make the trainer fit, one of each kind, the smallest first.
 
     Args:
         room: bytes of a card; `host_room`: of a machine.
-        most_ranks: cards that there are for the trainer.
+        most_ranks: GPUs available to the trainer.
         longest_sample: `finetune.seq_length` cannot be below.
     """
     lengths = [setup.pack_tokens]
@@ -383,7 +383,7 @@ def remedies(setup: TrainerSetup, room: float, host_room: float, most_ranks: int
 
 
 def _kinds(setup: TrainerSetup, most_ranks: int) -> list[tuple[list[str], TrainerSetup]]:
-    """Ways to train the same model, with their overrides: as it is, over more cards, in the machine's memory, LoRA."""
+    """Ways to train the same model, with their overrides: as it is, on more GPUs, with offload, with LoRA."""
     found = [(list[str](), setup)]
     if setup.on_cpu:
         return found

@@ -1,4 +1,4 @@
-"""The last error in the logs of a process, short enough for one message that says why a job ended."""
+"""The last error in the logs of a process, short enough for a message that says why a job exited."""
 
 from __future__ import annotations
 
@@ -34,17 +34,17 @@ _FRAME = re.compile(r'^\s*File "([^"]+)", line (\d+)(?:,? in |$)')
 _DUMP, _DUMP_FRAME = "(most recent call first):", re.compile(r'^  File "([^"]+)", line (\d+) in (.+)$')
 _MAX_FRAMES = 5
 _DEATH = re.compile(r".*\bdied unexpectedly\b.*")
-# The interpreter's and the C++ runtime's last words before a signal.
+# Last words of the interpreter and of the C++ runtime before a signal.
 _CRASH = re.compile(r"^(?:Fatal Python error: |terminate called )")
 _CONSEQUENCES = (
     *("See root cause above", "See stack trace for root cause", "Engine core initialization failed"),
     *("EngineDeadError", "CancelledError"),
 )
-# What libraries print while an interpreter shuts down; never why it did.
+# What libraries print while the interpreter shuts down; never the cause.
 _NOISE = re.compile(r"nanobind|^ - (?:leaked|\.\.\.)|resource_tracker|^\s+warnings\.warn\(")
 _USER_ERROR = "error: "
 _MAX_CHARS = 2000
-# pydantic: the name of a field on a line of its own, the reason below it, then where to read more.
+# pydantic: the field on its own line, the reason below it, then a link.
 _FIELDS = re.compile(r"\b\d+ validation errors? for ")
 _INPUT = re.compile(r"\s*\[type=.*")
 _LINK = "For further information visit "
@@ -54,7 +54,7 @@ _MAX_LINES_BELOW = 30
 
 
 class _Line(str):
-    """A line without its prefix. `process`: who wrote it, as the prefix says; empty: the process itself."""
+    """A line without its prefix. `process`: the writer that the prefix names; empty: the process itself."""
 
     process = ""
 
@@ -65,19 +65,18 @@ class _Line(str):
 
 @dataclass(frozen=True)
 class LogPart:
-    """What one process wrote to a log: `file` from the byte `offset` on."""
+    """What one process wrote to a log: `file` from byte `offset` on."""
 
     file: Path
     offset: int = 0
 
 
 def last_error(*parts: LogPart) -> str:
-    """What a process last complained about, as a few lines.
+    """The last error of a process, as a few lines.
 
-    The exception and place of the last traceback (and of the one before, often its cause). Of several processes that
-    share the logs, the one whose tracebacks end first comes first: it most likely died first, and the others' are
-    mostly consequences. Without a traceback, the last lines that speak of an error, or else those that are not mere
-    information or warnings.
+    Exception and place of the last traceback (and of the one before, often its cause). If several processes share the
+    logs, the one whose tracebacks end first comes first: it most likely failed first, and the others are mostly
+    consequences. Without a traceback, the last lines that look like an error, or else those above warning level.
 
     Args:
         parts: the logs of the process, the most telling one last if there are tracebacks in several.
@@ -102,10 +101,8 @@ def last_error(*parts: LogPart) -> str:
 
 
 def crash_note(*parts: LogPart) -> str | None:
-    """What a process that a signal ended could still say of it; None if it had no chance to.
-
-    Older errors in its logs are not why it ended.
-    """
+    """What a process killed by a signal still wrote about it; None if nothing. Older errors in its logs are
+    unrelated."""
     notes = []
     for lines in (_read(part) for part in parts):
         for index, line in enumerate(lines):
@@ -119,7 +116,7 @@ def crash_note(*parts: LogPart) -> str | None:
 
 
 def stack_note(part: LogPart) -> str:
-    """Where a process was that dumped its stacks: the user's own line, if there is one, and the innermost frames of the
+    """Where a process was that dumped its stacks: the line of user code, if any, and the innermost frames of the
     running thread."""
     threads: list[list[str]] = []
     running = 0
@@ -165,11 +162,11 @@ def _tail(part: LogPart) -> list[_Line]:
 
 
 def _loud(lines: Sequence[str]) -> list[str]:
-    """Lines that may speak of an error: no record below one, and no source line below a warning."""
+    """Lines that may report an error: no records below that level, no source lines under a warning."""
     found, is_warned = [], False
     is_usage = False
     for line in lines:
-        # What argparse writes above its error: the whole command line, over several indented lines.
+        # argparse prints its usage above the error, over several indented lines.
         is_usage = line.startswith("usage: ") or (is_usage and line.startswith(" "))
         if is_usage:
             continue
@@ -184,7 +181,7 @@ def _loud(lines: Sequence[str]) -> list[str]:
 
 
 def _exceptions(lines: Sequence[_Line]) -> list[_Line]:
-    """`exception text (file:line)` of every traceback and every note of a death, in order."""
+    """`exception text (file:line)` of every traceback and every notice of a dead process, in order."""
     found: list[_Line] = []
     places: dict[str, str] = {}  # of the tracebacks that have begun, by process: their lines may alternate
     for index, line in enumerate(lines):
@@ -207,7 +204,7 @@ def _exceptions(lines: Sequence[_Line]) -> list[_Line]:
 
 
 def _with_details(line: str, rest: Sequence[str]) -> str:
-    """`line`, the first of an exception's message, with the reasons that stand indented below it, on one line."""
+    """`line`, the first of an exception's message, joined with the reasons indented below it."""
     details: list[str] = []
     names_fields = bool(_FIELDS.search(line))
     field = ""

@@ -1,7 +1,5 @@
-"""What the launcher checks about `model_path` before anything starts: whether the model is complete, and whether the
-servers can run it as configured.
-
-Reads small files and the headers of the weight files, never the weights.
+"""Checks of `model_path` before anything starts: whether the model is complete, and whether the servers can run it as
+configured. Reads small files and the headers of weight files, never the weights.
 """
 
 from __future__ import annotations
@@ -23,7 +21,7 @@ from pipelinerl.inference.arguments import check_adapter_options, check_options
 from pipelinerl.weights.manifest import read_header, read_manifest
 from pipelinerl.world.model_shape import ModelShape, guess_shape, shape_of
 
-#: Any of these is a tokenizer; which ones a model needs depends on its family.
+#: Any of these may be the tokenizer, depending on the family of the model.
 _TOKENIZER_FILES = (
     "tokenizer.json",
     "tokenizer_config.json",
@@ -58,10 +56,10 @@ def check_model(config: RunConfig, may_ask_hub: bool = True) -> list[str]:
     """Refuse a model that is neither a complete Hugging Face folder nor on the hub (or in its cache).
 
     Returns:
-        Remarks on what may be wrong with it. The `config.json` of a hub model is in the cache afterwards, if possible.
+        Remarks. If possible, the `config.json` of a hub model is in the cache afterwards.
 
     Raises:
-        ConfigError: names the file and what is wrong with it.
+        ConfigError: with the file and what is wrong with it.
     """
     model_path, folder = config.model_path, Path(config.model_path).expanduser()
     if folder.is_dir():
@@ -83,7 +81,7 @@ def check_model(config: RunConfig, may_ask_hub: bool = True) -> list[str]:
 
 
 def count_parameters(model_path: str) -> int | None:
-    """Number of values in a model folder's tensors; None if that is not known without loading them."""
+    """Number of parameters of a model folder; None if unknown without loading them."""
     try:
         tensors = read_manifest(Path(model_path).expanduser())
     except (OSError, ValueError, KeyError, TypeError):  # `check_model` says what is wrong
@@ -92,20 +90,18 @@ def count_parameters(model_path: str) -> int | None:
 
 
 def read_shape(model_path: str) -> ModelShape | None:
-    """Sizes of a model; None: nothing is known.
+    """Sizes of a model; None if unknown.
 
-    They come from its `config.json`, here or in the hub's cache, and in a folder the headers of the weight files tell
-    the number of parameters. Else the name is a guess.
+    They come from its `config.json`, local or in the hub's cache; the number of parameters from the headers of local
+    weight files. Otherwise they are guessed from the name.
     """
     found = shape_of(read_model_config(model_path), count_parameters(model_path))
     return found or guess_shape(model_path)
 
 
 def check_context(config: RunConfig, environ: Mapping[str, str]) -> None:
-    """Refuse `max-model-len` above the model's context length: vLLM would only say so once it has started.
-
-    `environ`: vLLM's own switch for longer contexts counts.
-    """
+    """Refuse `max-model-len` above the model's context length, unless vLLM's variable in `environ` allows it. vLLM
+    itself would refuse only after its start."""
     key, _ = config.vllm_config.option("max-model-len")
     asked, longest = config.vllm_config.number("max-model-len"), _context_length(read_model_config(config.model_path))
     is_changed = config.vllm_config.option("hf-overrides")[1] is not None or environ.get(_LONGER_IS_ALLOWED) == "1"
@@ -123,7 +119,7 @@ def check_parallel_size(config: RunConfig) -> None:
     if size == 1 or not isinstance(heads, int):
         return
     shared = model.get("num_key_value_heads") or heads
-    # With more workers than key-value heads, several workers hold the same head.
+    # With more workers than key-value heads, workers share a head.
     fitting = [n for n in range(1, heads + 1) if heads % n == 0 and max(n, shared) % min(n, shared) == 0]
     if size not in fitting:
         also = "" if shared == heads else f", that fits its {shared} key-value heads"
@@ -136,7 +132,7 @@ def check_parallel_size(config: RunConfig) -> None:
 
 
 def check_adapter(config: RunConfig, has_gpus: bool) -> None:
-    """Refuse models and options with which `finetune.lora.sync=adapter` cannot be served exactly."""
+    """Refuse models and options that cannot serve `finetune.lora.sync=adapter` exactly."""
     if not config.finetune.lora.sends_adapter:
         return
     check_adapter_options(check_options(config.vllm_config.vllm_kwargs)[0])
@@ -160,7 +156,7 @@ def check_adapter(config: RunConfig, has_gpus: bool) -> None:
 
 
 def read_model_config(model_path: str) -> dict[str, Any]:
-    """The text model's `config.json`; empty if it is not on this machine or unreadable (whoever loads it complains)."""
+    """`config.json` of the text model; empty if missing or unreadable (its loader will complain)."""
     file = Path(model_path).expanduser() / "config.json"
     if not file.is_file() and _HUB_NAME.fullmatch(model_path):
         cached = _hub().try_to_load_from_cache(model_path, "config.json")
@@ -178,7 +174,7 @@ def read_model_config(model_path: str) -> dict[str, Any]:
 def _context_length(model: dict[str, Any]) -> int | None:
     """Number of positions of a model; None if unknown, or if its rotary embedding is scaled.
 
-    Of type `dynamic` vLLM (0.32) has a table of `max_position_embeddings` positions and reads beyond its end.
+    Not for type `dynamic`: vLLM (0.32) builds a table of `max_position_embeddings` positions and reads past its end.
     """
     rope = model.get("rope_parameters") or model.get("rope_scaling") or {}
     parts = [part for part in (rope, *rope.values()) if isinstance(part, dict)]
@@ -190,7 +186,7 @@ def _context_length(model: dict[str, Any]) -> int | None:
 
 
 def _weight_readers(config: RunConfig) -> str:
-    """Who loads the weights of the model folder, in words; empty: nobody (servers with `load-format: dummy`)."""
+    """What loads the weights of the model folder, in words; empty: nothing (servers with `load-format: dummy`)."""
     is_dummy = config.vllm_config.option("load-format")[1] == "dummy"
     servers = config.has_stage("actor_llm") or (config.has_stage("preprocessor_llm") and config.has_reference_pool)
     readers = ["servers"] if servers and not is_dummy else []
@@ -200,7 +196,7 @@ def _weight_readers(config: RunConfig) -> str:
 
 
 def _check_folder(folder: Path, config: RunConfig) -> None:
-    """Refuse a folder in which something that the run loads is missing or truncated."""
+    """Refuse a folder if a file that the run loads is missing or truncated."""
     model_path = config.model_path
     for name in _JSON_FILES:
         _check_json(folder / name, model_path)
@@ -226,7 +222,7 @@ def _check_folder(folder: Path, config: RunConfig) -> None:
 
 
 def _notes(folder: Path, model_path: str) -> list[str]:
-    """Whether a chat template is needed depends on the task's prompts, so a missing one is only worth a remark."""
+    """Only a remark on a missing chat template: whether it is needed depends on the task's prompts."""
     settings = folder / "tokenizer_config.json"
     in_settings = settings.is_file() and json.loads(settings.read_bytes()).get("chat_template")
     if in_settings or _found(folder, _CHAT_TEMPLATES):
@@ -288,28 +284,28 @@ def _truncated(file: Path) -> str | None:
 
 
 def _missing_on_hub(config: RunConfig) -> str | None:
-    """Why the model cannot be had from the hub; None if it can."""
+    """Why the hub does not have the model; None if it does."""
     name, hub = config.model_path, _hub()
     cached, is_offline = hub.try_to_load_from_cache(name, "config.json"), hub.constants.HF_HUB_OFFLINE
     if isinstance(cached, str):
-        if is_offline:  # what is missing in the cache stays missing
+        if is_offline:  # nothing can be downloaded
             _check_folder(Path(cached).parent, config)
         return None
     if is_offline:
         return "not in the local cache, and HF_HUB_OFFLINE is set"
     try:
         hub.get_hf_file_metadata(hub.hf_hub_url(name, "config.json"), timeout=_HUB_TIMEOUT_S)
-    except Exception as error:  # noqa: BLE001 - any failure to reach the hub answers the question
+    except Exception as error:  # noqa: BLE001 - any failure is an answer
         lines = [line for line in str(error).splitlines() if line.strip()]
         return lines[0] if lines else type(error).__name__
-    # For the checks that read it. Without it, the servers themselves say what is wrong.
+    # For the checks that read it. Without it the servers report what is wrong.
     with contextlib.suppress(Exception):
         hub.hf_hub_download(name, "config.json", etag_timeout=_HUB_TIMEOUT_S)
     return None
 
 
 def _hub() -> Any:
-    """Loaded late: only a model that is no folder needs it."""
+    """Loaded late: only hub models need it."""
     return importlib.import_module("huggingface_hub")
 
 

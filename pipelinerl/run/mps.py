@@ -1,8 +1,8 @@
 """CUDA's Multi-Process Service (MPS) for the GPUs that several processes of a run share at the same time.
 
-Without it, processes on a GPU take turns, each with all of it, however little it needs: servers of a small model, whose
-kernels are short, and a trainer beside them. With it their kernels run side by side. A daemon of the run's own serves
-its processes on this node alone, and ends with the launcher, however that ends. No setting of a GPU is changed.
+Without it, processes time-slice the GPU, each using all of it in turn however little it needs, such as servers of a
+small model next to a trainer. With it their kernels run concurrently. The run starts its own daemon, for its processes
+on this node only, which ends with the launcher, however that ends. No GPU setting is changed.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ logger = logging.getLogger(__name__)
 
 CONTROL = "nvidia-cuda-mps-control"
 PIPE_KEY, LOG_KEY = "CUDA_MPS_PIPE_DIRECTORY", "CUDA_MPS_LOG_DIRECTORY"
-#: Where a daemon listens that was started without that variable.
+#: The default of CUDA_MPS_PIPE_DIRECTORY.
 DEFAULT_PIPES = Path("/tmp/nvidia-mps")
 _START_S, _END_S = 20.0, 15.0
 #: Starts the daemon and its server, prints the server's pid and a dot, and ends both when its standard input does.
@@ -42,8 +42,8 @@ echo "quit -t 5" | {CONTROL} >/dev/null
 
 
 def shared_gpus(config: RunConfig, jobs: Sequence[Job]) -> list[str]:
-    """The GPUs on which several of a node's jobs compute at the same time. Slices of a GPU (MIG) are left out: each
-    would need a daemon of its own."""
+    """The GPUs on which several jobs of a node compute at the same time. MIG slices are left out: each would need its
+    own daemon."""
     if config.world.placement == "colocated":  # while ranks train the servers sleep
         return []
     kinds = ("actor_llm", "preprocessor_llm", "finetune")
@@ -55,8 +55,7 @@ def shared_gpus(config: RunConfig, jobs: Sequence[Job]) -> list[str]:
 def shared_by_mps(config: RunConfig, jobs: Sequence[Job], environ: Mapping[str, str]) -> Iterator[Mapping[str, str]]:
     """`environ` with the address of an MPS daemon that lives as long as this context.
 
-    Unchanged if no GPU is shared, `world.mps` is off, the user's own daemon runs, or none can be started, which is
-    logged.
+    Unchanged if no GPU is shared, `world.mps` is off, the user runs a daemon, or none can be started (logged).
     """
     gpus = shared_gpus(config, jobs)
     if not gpus or not config.world.mps or PIPE_KEY in environ or (DEFAULT_PIPES / "control").exists():
@@ -70,7 +69,7 @@ def shared_by_mps(config: RunConfig, jobs: Sequence[Job], environ: Mapping[str, 
         return
     with scratch as folder:
         address = {PIPE_KEY: str(folder), LOG_KEY: str(folder)}
-        # It numbers the GPUs that it sees from 0, while jobs name them as the launcher does: it sees all.
+        # The daemon renumbers the GPUs that it sees, but jobs use the launcher's numbers: it must see all.
         own = {key: value for key, value in environ.items() if key != "CUDA_VISIBLE_DEVICES"} | address
         guard, reason = _start(own)
         try:
@@ -85,7 +84,7 @@ def shared_by_mps(config: RunConfig, jobs: Sequence[Job], environ: Mapping[str, 
 
 
 def _start(environ: Mapping[str, str]) -> tuple[subprocess.Popen[bytes] | None, str | None]:
-    """Return the process that keeps the daemon, and why clients cannot use it, if so."""
+    """Return the process that holds the daemon, and why clients cannot use it, if so."""
     if shutil.which(CONTROL, path=environ.get("PATH")) is None:
         return None, f"{CONTROL} is not installed"
     pipe, both = subprocess.PIPE, subprocess.STDOUT

@@ -1,7 +1,6 @@
-"""`python -m pipelinerl plan`: what a run would need and how fast it would be, on this machine or another one.
+"""`python -m pipelinerl plan`: memory and speed of a run on this machine or another, without starting it.
 
-Starts nothing, writes nothing, loads neither torch nor vLLM. `--from RUN_DIR` compares a forecast with what a run
-recorded.
+Writes nothing, and loads neither torch nor vLLM. `--from RUN_DIR` compares the forecast with what a run recorded.
 """
 
 from __future__ import annotations
@@ -47,7 +46,7 @@ from pipelinerl.world.rates import CARDS, card_kind, card_machine, cpu_machine
 
 #: The first steps compile kernels and wait for the first samples.
 _WARM_UP_STEPS = 2
-#: A side that waits longer than this share of a step is worth a change.
+#: A side that waits for more than this share of a step is worth a change.
 _MUCH_WAITING = 0.3
 _SPARE_MEMORY = 0.6
 
@@ -110,7 +109,7 @@ def _tokens(args: argparse.Namespace) -> tuple[float, float] | None:
 
 
 def _cluster(args: argparse.Namespace, config: RunConfig) -> Cluster:
-    """The cluster of the configuration or the environment, with what the flags say instead."""
+    """The cluster of the configuration or the environment, overridden by the flags."""
     named = args.gpus is not None or args.card is not None or args.gpu_memory_gib is not None
     cores = args.cores or usable_cores()
     here = None
@@ -125,10 +124,10 @@ def _cluster(args: argparse.Namespace, config: RunConfig) -> Cluster:
 
 
 def _hardware(args: argparse.Namespace, here: Hardware | None, has_gpus: bool) -> Hardware:
-    """What the flags say of the machine, and this one for the rest.
+    """The machine that the flags describe, and this one for the rest.
 
     Raises:
-        ConfigError: nothing says what cards there are.
+        ConfigError: the kind of GPU is unknown.
     """
     host = args.ram_gib * GIB if args.ram_gib else memory_of_machine()
     if not has_gpus:
@@ -144,10 +143,10 @@ def _hardware(args: argparse.Namespace, here: Hardware | None, has_gpus: bool) -
 
 
 def recorded_steps(metrics_file: Path) -> dict[str, float]:
-    """Medians of what the trainer and the actor recorded after the first steps; `steps` is how many these are.
+    """Medians of the metrics of trainer and actor after the first steps; `steps` is the number of steps.
 
     Raises:
-        ConfigError: there are no others than the first steps.
+        ConfigError: the run has no more than the first steps.
     """
     rows, rates = list[dict[str, Any]](), list[float]()
     with metrics_file.open(encoding="utf-8") as lines:
@@ -170,7 +169,7 @@ def recorded_steps(metrics_file: Path) -> dict[str, float]:
 
 
 def _compare(args: argparse.Namespace) -> None:
-    """Print forecast and record of a run side by side, and what to change."""
+    """Print forecast and record of a run side by side, and suggest changes."""
     run = find_run(args.run)
     config, world = run.config, run.world
     seen = recorded_steps(run.run_dir.metrics_file)
@@ -196,7 +195,7 @@ def _compare(args: argparse.Namespace) -> None:
 
 
 def _compared(forecast: RunForecast) -> list[tuple[str, float, str]]:
-    """(label, forecast, metric) of all that both sides know."""
+    """(label, forecast, metric) of everything that can be compared."""
     step, trainer = forecast.step, forecast.trainer
     assert trainer is not None
     memory = trainer_memory(trainer)
@@ -218,7 +217,7 @@ def _compared(forecast: RunForecast) -> list[tuple[str, float, str]]:
 
 
 def changes(forecast: RunForecast, seen: Mapping[str, float]) -> list[str]:
-    """What the record of a run suggests to change."""
+    """Changes that the record of a run suggests."""
     step_s, waited = seen.get("finetune/step_s") or 0.0, seen.get("finetune/wait_data_s") or 0.0
     config, lines = forecast.config, list[str]()
     room = forecast.hardware.machine.memory_bytes / GIB

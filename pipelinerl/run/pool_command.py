@@ -1,8 +1,7 @@
 """Servers of a running run, from another terminal: `python -m pipelinerl pool list|add|remove ...`.
 
-The command writes a request into the run's folder `pool` and waits for the answer and for the state of the server; the
-launcher answers requests between events. Nothing secret is in these files: servers of a run share its token, which
-travels by environment.
+The command writes a request into the run's folder `pool` and waits for the answer and the state of the server; the
+launcher answers between events. These files hold no secrets: the servers' token is passed by environment.
 """
 
 from __future__ import annotations
@@ -43,7 +42,7 @@ class PoolReply(msgspec.Struct, frozen=True):
 
 
 class ServerState(msgspec.Struct, frozen=True):
-    """One server as the launcher sees it; `version` is the one that it came (back) with."""
+    """One server as the launcher sees it; `version` is that of its weights when it joined or came back."""
 
     name: str
     url: str
@@ -59,12 +58,12 @@ def pool_dir(run_dir: RunDir) -> Path:
 
 
 def write_state(run_dir: RunDir, states: Sequence[ServerState]) -> None:
-    """Say how the servers are."""
+    """Launcher: write the state of the servers."""
     replace_file(pool_dir(run_dir) / _STATE_NAME, msgspec.json.format(msgspec.json.encode(states)))
 
 
 def read_state(run_dir: RunDir) -> list[ServerState]:
-    """The servers as the launcher last said; none before a run has started."""
+    """The state that the launcher last wrote; empty before a run has started."""
     try:
         return msgspec.json.decode((pool_dir(run_dir) / _STATE_NAME).read_bytes(), type=list[ServerState])
     except FileNotFoundError:
@@ -72,12 +71,12 @@ def read_state(run_dir: RunDir) -> list[ServerState]:
 
 
 def take_requests(run_dir: RunDir, answer: Callable[[PoolRequest], PoolReply]) -> None:
-    """Launcher: answer every request that is there."""
+    """Launcher: answer all requests."""
     for file in pool_dir(run_dir).glob(f"*{_REQUEST}"):
         try:
             reply = answer(msgspec.json.decode(file.read_bytes(), type=PoolRequest))
         except FileNotFoundError:
-            continue  # withdrawn: nobody waits for the answer any more
+            continue  # withdrawn: the command gave up
         except msgspec.MsgspecError as error:
             reply = PoolReply(None, f"not a request: {error}")
         file.unlink(missing_ok=True)
@@ -85,7 +84,7 @@ def take_requests(run_dir: RunDir, answer: Callable[[PoolRequest], PoolReply]) -
 
 
 def forget_requests(run_dir: RunDir) -> None:
-    """Launcher, at its start: nobody waits for what is left of an earlier one."""
+    """Launcher, at its start: remove what an earlier one left."""
     for suffix in (_REQUEST, _ANSWER):
         for file in pool_dir(run_dir).glob(f"*{suffix}"):
             file.unlink(missing_ok=True)
@@ -112,7 +111,7 @@ def ask(run_dir: RunDir, request: PoolRequest, timeout_s: float) -> str:
 
 
 def wait_serving(run_dir: RunDir, request: PoolRequest, name: str, timeout_s: float) -> ServerState:
-    """Command: block until the server gets rollouts. Raises ConfigError if it cannot be used, or not in time."""
+    """Command: block until the server is used. Raises ConfigError if that fails or takes too long."""
 
     def state() -> ServerState:
         return next(server for server in read_state(run_dir) if server.name == name)

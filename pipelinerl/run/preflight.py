@@ -1,6 +1,6 @@
-"""What a start needs, checked before any file is written or process started: one list, `CHECKS`, at the end.
+"""Checks before any file is written or process started: the list `CHECKS` at the end.
 
-The user's code is imported in a child process only: the launcher stays free of it (and of torch).
+User code is imported in a child process only, so the launcher never loads it (or torch).
 """
 
 from __future__ import annotations
@@ -54,14 +54,13 @@ SHARED_MEMORY = Path("/dev/shm")
 #: vLLM (0.32) makes a queue of 160 MiB for all workers of a server and one of 240 MiB for each, and refuses to start
 #: if one of them does not fit; a page takes room once it is used.
 _QUEUE_BYTES = 241 * 2**20
-#: How the same check begins a line for the user.
+#: The prefix of its remarks.
 REMARK = "remark of the check: "
 
 
 @dataclass(frozen=True)
 class Start:
-    """What is about to be started. `search_dirs` are folders with the user's own modules; `has_agents`: the nodes of a
-    cluster check themselves."""
+    """A run to be started. `search_dirs` are folders with the user's modules. `has_agents`: nodes check themselves."""
 
     config: RunConfig
     cluster: Cluster
@@ -89,7 +88,7 @@ class Check(NamedTuple):
 
 
 def check_start(start: Start) -> list[str]:
-    """Refuse a start that cannot work. Returns lines for the user: number of problems, remarks.
+    """Refuse a start that cannot work. Returns lines for the user: the number of problems, and remarks.
 
     Raises:
         UserError: the first fault.
@@ -106,10 +105,10 @@ def check_node(start: Start) -> None:
 
 
 def check_dry_run(start: Start) -> str:
-    """All that can be said about a start without running user code, asking the network or loading torch.
+    """Check a start without running user code, using the network or loading torch; return lines for the user.
 
     Raises:
-        UserError: the plan itself makes no sense.
+        UserError: the plan itself is impossible.
     """
     for check in CHECKS:
         if check.dry_run == "refuse":
@@ -132,7 +131,7 @@ def check_dry_run(start: Start) -> str:
 
 
 def check_task(start: Start) -> list[str]:
-    """Refuse a template for other configurations: a dry run plans it, but there is nothing to roll out."""
+    """Refuse a template for other configurations. A dry run may plan one, but it has no task to run."""
     if (fault := missing_task(start.config)) is not None:
         raise fault
     return []
@@ -144,9 +143,9 @@ def check_output_dir(start: Start) -> list[str]:
 
 
 def check_vllm(start: Start) -> list[str]:
-    """Refuse to start servers where vLLM is not installed. It is looked for, not imported."""
+    """Refuse to start servers if vLLM is not installed. It is searched for, not imported."""
     spec = importlib.util.find_spec("vllm") if start.has_servers else None
-    # A folder of that name in the working directory is not an installation; it has no origin.
+    # A folder named vllm in the working directory is no installation; it has no origin.
     if start.has_servers and (spec is None or spec.origin is None):
         raise UserError(
             f"vLLM, which the servers of a run need, is not installed in the Python environment {sys.prefix}. "
@@ -157,7 +156,7 @@ def check_vllm(start: Start) -> list[str]:
 
 
 def check_device(start: Start) -> list[str]:
-    """Refuse GPUs that are named in the environment but do not exist."""
+    """Refuse GPUs that the environment names but that do not exist."""
     gpus = start.cluster.nodes[start.cluster.rank].gpus
     if start.config.world.device == "cpu" or not gpus:
         return []
@@ -173,7 +172,7 @@ def check_device(start: Start) -> list[str]:
 
 
 def check_streams(start: Start) -> list[str]:
-    """Refuse streams that this run could not use, a server that does not answer for instance."""
+    """Refuse streams that cannot be used, for example because the server does not answer."""
     streams = start.config.streams
     backend_of(streams).check(streams, start.environ, start.cluster.world_size)
     return []
@@ -184,9 +183,9 @@ def check_model_path(start: Start) -> list[str]:
 
 
 def check_fit(start: Start) -> list[str]:
-    """Refuse a run that cannot fit its cards whatever its packs are; a dry run gets the whole forecast.
+    """Refuse a run that cannot fit its GPUs with any pack size; a dry run gets the whole forecast.
 
-    Only what the weight files say refuses a run: a `config.json` or a name may stand for other layers than are counted.
+    Only sizes from weight files refuse a run: for a `config.json` or a name the formula may count other layers.
     """
     hardware, shape = hardware_here(start.config, start.cluster), read_shape(start.config.model_path)
     if hardware is None or shape is None:
@@ -203,14 +202,14 @@ def check_fit(start: Start) -> list[str]:
 
 
 def check_disk(start: Start) -> list[str]:
-    """Say what the run will write, as far as the model's size is known, and what is free."""
+    """How much the run will write, if the size of the model is known, and how much is free."""
     config, tuned = start.config, start.config.finetune
     parameters = count_parameters(config.model_path) if config.has_stage("finetune") else None
     if parameters is None:
         return []
     more = len([step for step in tuned.also_save_steps if step <= tuned.last_step])
     saves = -(-tuned.last_step // tuned.save_checkpoint_steps) + more
-    # One more is written before the oldest is removed.
+    # A new one is written before the oldest is removed.
     states = min(saves, (tuned.keep_last_checkpoints or saves) + more + 1)
     models = (saves if tuned.keep_intermediate_checkpoints else min(saves, more + 2)) + 3 * bool(tuned.keep_best)
     is_16_bit = tuned.dtype == "bf16" or (
@@ -238,8 +237,8 @@ def _size(count: float) -> str:
 
 
 def check_servers(start: Start) -> list[str]:
-    """Refuse server options that vLLM would refuse itself, half a minute after its start."""
-    if start.has_servers:  # a stage without servers may have the configuration of the run that it reads
+    """Refuse server options that vLLM would refuse half a minute after its start."""
+    if start.has_servers:  # a stage without servers may use the configuration of the run that it reads
         check_names(check_options(start.config.vllm_config.vllm_kwargs)[0])
         check_parallel_size(start.config)
         check_context(start.config, start.environ)
@@ -247,7 +246,7 @@ def check_servers(start: Start) -> list[str]:
 
 
 def check_environment(start: Start) -> list[str]:
-    """Name the variables of libraries that the processes will not get."""
+    """List environment variables that the processes will not get."""
     servers = ", ".join(foreign_variables(start.environ)) if start.has_servers else ""
     trainers = ", ".join(trainer_variables(start.environ)) if start.config.has_stage("finetune") else ""
     notes = {
@@ -258,7 +257,7 @@ def check_environment(start: Start) -> list[str]:
 
 
 def check_server_files(start: Start) -> list[str]:
-    """Refuse servers whose processes could not talk: sockets with too long a path, too little shared memory."""
+    """Refuse servers whose processes could not communicate: socket paths too long, shared memory too small."""
     if not start.has_servers:
         return []
     if socket_parent(start.environ) is None:
@@ -285,13 +284,13 @@ def check_adapter_servers(start: Start) -> list[str]:
 
 
 def check_tracking(start: Start) -> list[str]:
-    """Refuse a tracker whose package or class is not there: later it would only be a warning."""
+    """Refuse a tracker whose package or class is missing. Later that would only be a warning."""
     asked = {
         "tensorboard.enabled": ("tensorboard", start.config.tensorboard.enabled),
         "tracking.trackio_project": ("trackio", start.config.tracking.trackio_project),
     }
     for key, (package, value) in asked.items():
-        # A mere folder of that name next to the user's files counts as a package, but has no file of its own.
+        # A folder of that name next to the user's files counts as a package, but has no origin.
         if value and getattr(importlib.util.find_spec(package), "origin", None) is None:
             raise ConfigError(key, value, f"the package {package}", f"Install it: pip install pipelinerl[{package}].")
     for path in start.config.tracking.sinks:
@@ -301,14 +300,16 @@ def check_tracking(start: Start) -> list[str]:
 
 
 def check_module_names(start: Start) -> list[str]:
-    """Refuse a task in a module that hides one of Python's own from every library."""
+    """Refuse a task whose module shadows one of the standard library."""
     if not start.config.has_stage("actor"):
         return []
     paths = {"dataset_loader": start.config.dataset_loader, "actor.rollout_policy": start.config.actor.rollout_policy}
     for key, path in paths.items():
         name = (path or "").partition(".")[0]
         if name in sys.stdlib_module_names and PathFinder.find_spec(name, [*map(str, start.search_dirs)]) is not None:
-            raise ConfigError(key, path, "a module of another name than Python's own ones", "Rename its file.")
+            raise ConfigError(
+                key, path, "a module that does not shadow one of the standard library", "Rename its file."
+            )
     return []
 
 
@@ -317,7 +318,7 @@ def check_dataset_loader(start: Start) -> list[str]:
 
 
 def check_data_sets(start: Start) -> list[str]:
-    """Refuse unknown data sets of a built-in domain and rows of another shape; show rows of the files that are here."""
+    """Refuse unknown data sets of a built-in domain and rows of the wrong shape; show rows of local files."""
     config = start.config
     module, _, function = (config.dataset_loader or "").rpartition(".")
     package, _, domain = module.rpartition(".")
@@ -335,7 +336,7 @@ def check_rollout_policy(start: Start) -> list[str]:
 
 
 def _check_function(key: str, path: str | None, is_async: bool, start: Start) -> list[str]:
-    """Find a function in the text of its file, without importing it."""
+    """Find a function in the source of its module, without importing it."""
     if start.config.has_stage("actor"):
         if not path:
             raise UserError(f"{key} is not set: a run has no task without it.")
@@ -345,7 +346,7 @@ def _check_function(key: str, path: str | None, is_async: bool, start: Start) ->
 
 
 def check_domain(start: Start) -> list[str]:
-    """Load the problems and make one rollout without servers, in a child process; return their number and remarks.
+    """Load the problems and run one rollout without servers, in a child process; return the number and remarks.
 
     Raises:
         UserError: with the message of the child.
@@ -360,7 +361,7 @@ def check_domain(start: Start) -> list[str]:
         paths = [*map(str, start.search_dirs), start.environ.get("PYTHONPATH", "")]
         env = {**start.environ, "PYTHONPATH": os.pathsep.join(filter(None, paths))}
         env |= {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
-        for key in SECRET_KEYS:  # not for the user's code
+        for key in SECRET_KEYS:  # hidden from user code
             env.pop(key, None)
         argv = [sys.executable, "-m", "pipelinerl.analysis.check_domain", "--run-config", str(file)]
         pipes: dict[str, Any] = {"stdin": subprocess.DEVNULL, "stdout": subprocess.PIPE}
@@ -375,21 +376,21 @@ def check_domain(start: Start) -> list[str]:
         if done.returncode == EXIT_USER_ERROR:
             raise UserError(user_error(log) or last_error(log))
         problem = last_error(log) if done.returncode != 0 else ""
-    printed = done.stdout.decode("utf-8", errors="replace").splitlines()  # the user's code may print, too
+    printed = done.stdout.decode("utf-8", errors="replace").splitlines()  # user code may print too
     found = [match for line in printed if (match := _PROBLEMS_FOUND.fullmatch(line))]
     if problem and not found:
         raise DomainError(f"the check of {what} failed: {problem}")
     if not found:
         raise DomainError(f"the code of {what} ended the process that checked it: it calls sys.exit() or os._exit().")
     notes = [line.removeprefix(REMARK) for line in printed if line.startswith(REMARK)]
-    if problem:  # as rollouts of a run would end their worker
+    if problem:  # in a run it would end its worker
         notes.append(f"actor.rollout_policy: a dry rollout ended its process: {problem}")
     return [found[-1][0], *(f"note: {note}" for note in [*epoch_notes(config, int(found[-1][1])), *notes])]
 
 
 def function_fault(path: str, is_async: bool | None, search_dirs: Sequence[Path]) -> str | None:
-    """Why the dotted `path` is no function of this kind (`is_async` None: no class), going by the text of its file;
-    None if nothing is known."""
+    """Why the dotted `path` is no function of this kind (`is_async` None: no class), judging by the source of its
+    module; None if nothing speaks against it."""
     module_name, _, name = path.rpartition(".")
     if not module_name:
         return "expected module and name with a dot between them"
@@ -418,12 +419,12 @@ def function_fault(path: str, is_async: bool | None, search_dirs: Sequence[Path]
 
 
 def _module_file(module_name: str, search_dirs: Sequence[Path]) -> Path | str | None:
-    """The file of a module, found without importing its packages; the name of what is missing; None for a module
-    without a text."""
+    """The file of a module, found without importing its packages; the name of the missing module; None if it has no
+    source."""
     first, *rest = module_name.split(".")
     spec: ModuleSpec | None = PathFinder.find_spec(first, [*map(str, search_dirs), *sys.path])
     if spec is None:
-        spec = importlib.util.find_spec(first)  # an installed package may have a finder of its own
+        spec = importlib.util.find_spec(first)  # an installed package may have its own finder
     name = first
     for part in rest:
         if spec is None:
@@ -437,7 +438,7 @@ def _module_file(module_name: str, search_dirs: Sequence[Path]) -> Path | str | 
 
 
 def _bound_names(tree: ast.Module) -> dict[str, ast.AST]:
-    """What a file binds, outer definitions last; `*` for a star import."""
+    """Names bound in a module (outer definitions win); `*` for a star import."""
     names: dict[str, ast.AST] = {}
     for node in reversed([*ast.walk(tree)]):
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):

@@ -38,8 +38,8 @@ _KILL_S = 3.0
 
 @dataclass(frozen=True)
 class Outcome:
-    """How a run ended. `job` is the one to blame, if one is; `signum` the first signal that the launcher got, also one
-    that came after a failure, which stays the reason. `has_lost_node`: a node of the cluster is gone."""
+    """How a run ended. `job` is the one to blame, if any. `signum` is the first signal that the launcher got, even if
+    it came after a failure, which stays the reason. `has_lost_node`: a node of the cluster is gone."""
 
     status: Literal["completed", "failed", "interrupted"]
     reason: str | None
@@ -50,7 +50,7 @@ class Outcome:
 
 
 class ChildExited(msgspec.Struct, frozen=True):
-    """A child ended. `returncode` is negative for the signal that killed it."""
+    """A child exited. `returncode` is negative for the signal that killed it."""
 
     name: str
     returncode: int
@@ -63,20 +63,20 @@ class Interrupted(msgspec.Struct, frozen=True):
 
 
 class NodeSignalled(msgspec.Struct, frozen=True):
-    """The launcher of another node got a signal, maybe the same that this one gets: schedulers signal all nodes."""
+    """The launcher of another node got a signal, perhaps the same as this one: schedulers signal all nodes."""
 
     rank: int
     signum: int
 
 
 class PoolAnswered(msgspec.Struct, frozen=True):
-    """The trainer said something about a server."""
+    """A message of the trainer about a server."""
 
     answer: PoolAnswer
 
 
 class StreamFailed(msgspec.Struct, frozen=True):
-    """The launcher cannot follow a stream any more."""
+    """The launcher can no longer follow a stream."""
 
     reason: str
 
@@ -96,7 +96,7 @@ def signals_as_events(events: SimpleQueue[Event]) -> Iterator[list[int]]:
     """Put an `Interrupted` on `events` for each SIGINT, SIGTERM and SIGHUP (a `SimpleQueue` may be filled from a signal
     handler).
 
-    Yields the numbers of the signals so far: while a run ends, nobody may take them from `events`.
+    Yields the numbers of the signals so far: while a run ends, nothing reads `events`.
     """
     received: list[int] = []
 
@@ -136,7 +136,7 @@ class Child:
         return self.returncode is None
 
     def end(self, returncode: int) -> None:
-        """Note that the process is gone."""
+        """Note that the process has exited."""
         self.returncode = returncode
         self.ended.set()
 
@@ -154,7 +154,7 @@ class Child:
 
 
 def signal_process(pid: int, signum: int, to_group: bool) -> None:
-    """Signal a process of this machine or its group, if it still lives."""
+    """Signal a process of this machine or its group, if it is still alive."""
     with contextlib.suppress(ProcessLookupError):
         os.killpg(pid, signum) if to_group else os.kill(pid, signum)
 
@@ -167,7 +167,7 @@ def spawn(
     events: SimpleQueue[Event],
     inherited_fds: Sequence[int] = (),
 ) -> Child:
-    """Start `argv` in a session of its own, with stdout and stderr appended to files in `folder`; its end becomes a
+    """Start `argv` in a new session, with stdout and stderr appended to files in `folder`; its exit becomes a
     `ChildExited` in `events`.
 
     Raises:
@@ -262,8 +262,8 @@ def end_all(job_pids: Collection[int], grace_s: float) -> list[int]:
 
 
 def end_rest_of_job(pid: int, name: str) -> None:
-    """SIGKILL to what is left of a job whose first process `pid` has ended: its session, and whoever carries its name
-    in the environment."""
+    """SIGKILL what is left of a job whose first process `pid` has exited: its session, and processes with its name in
+    the environment."""
     rest = []
     for process in psutil.Process().children(recursive=True):
         with contextlib.suppress(psutil.NoSuchProcess, psutil.AccessDenied, ProcessLookupError):
@@ -285,7 +285,7 @@ def cpu_seconds(pid: int) -> float:
 
 
 def wait_gone(pids: Iterable[int], timeout_s: float) -> list[int]:
-    """Block until all processes ended or the time is over; return those that still live. Does not poll (Linux)."""
+    """Block until all processes have exited or time is up; return those still alive. Does not poll (Linux)."""
     waiting: dict[int, int] = {}
     poller = select.poll()
     for pid in pids:

@@ -1,7 +1,5 @@
-"""What the end of a process means: which end fails the run, which server is restarted in place, when the whole run is
-started again.
-
-No process is started or ended here; the supervisor does what is decided.
+"""What the exit of a process means: which exit fails the run, which server is restarted in place, when the whole run is
+resumed. Decisions only; the supervisor starts and ends processes.
 """
 
 from __future__ import annotations
@@ -23,12 +21,12 @@ from pipelinerl.world import SERVER_KINDS, Job
 logger = logging.getLogger(__name__)
 #: The kind whose servers carry the policy.
 POLICY_KIND = "actor_llm"
-#: Jobs whose death ends the run, which can then be resumed.
+#: Jobs whose exit ends the run, which can then be resumed.
 RESUMED_KINDS = ("finetune", "actor", "preprocessor")
 MAX_BACKOFF_S = 60.0
 _WINDOW_S = 3600.0
-#: After training: how long the actor's own end may take to be heard, and what the trainer said last of a server that
-#: started lately.
+#: After training: how long the actor's own exit may take to be noticed, and the trainer's last message about a server
+#: that was just restarted.
 END_S = 1.0
 ANSWER_S = 20.0
 _REPEAT = (
@@ -40,15 +38,15 @@ Phase = Literal["training", "evaluating", "over"]
 
 
 def can_resume(outcome: Outcome) -> bool:
-    """Whether a run that ended so may be continued without anybody changing anything: a user error would only be made
-    again, and a server was restarted as often as it may be."""
+    """Whether a run with this outcome may be resumed automatically. A user error would only happen again, and a server
+    has already been restarted as often as allowed."""
     kind = (outcome.job or "").rpartition("_")[0]
     is_resumed = outcome.has_lost_node or kind in RESUMED_KINDS
     return outcome.status == "failed" and outcome.exit_code == EXIT_RUN_FAILED and is_resumed
 
 
 class ExitVerdict(NamedTuple):
-    """What the end of a job means for the run; `reason` completes the sentence `<job> ...`."""
+    """What the exit of a job means for the run; `reason` completes `<job> ...`."""
 
     kind: Literal["continue", "finished", "failed", "user_error"]
     reason: str = ""
@@ -56,14 +54,14 @@ class ExitVerdict(NamedTuple):
 
 @dataclass
 class ExitPolicy:
-    """Which end of which job means what.
+    """Judges the exits of jobs.
 
-    Trainer ranks, actor and preprocessor end by themselves with exit code 0 once training is complete. Servers never
-    end by themselves; `ServerKeeper` says whether they are restarted. Every other end fails the run.
+    Trainer ranks, actor and preprocessor exit with code 0 once training is complete. Servers never exit by themselves;
+    `ServerKeeper` decides whether they are restarted. Every other exit fails the run.
 
     Args:
         jobs: of the run.
-        trainer: messages of the trainer; None: there is none, and the other stages know when they are done.
+        trainer: messages of the trainer; None: the run has no trainer, and its stages know when they are done.
         incarnation: of this start.
     """
 
@@ -75,7 +73,7 @@ class ExitPolicy:
 
     @property
     def unfinished(self) -> list[str]:
-        """Jobs that still have to end by themselves."""
+        """Jobs that have yet to exit by themselves."""
         return [job.name for job in self.jobs if job.kind not in SERVER_KINDS and job.name not in self._done]
 
     @property
@@ -84,19 +82,19 @@ class ExitPolicy:
 
     @property
     def phase(self) -> Phase:
-        """`evaluating`: training is complete, and the actor still makes the last evaluation. Without an actor always
-        `training`."""
+        """`evaluating`: training is complete, and the actor runs the last evaluation. Always `training` without an
+        actor."""
         actors, ranks = ({job.name for job in self.jobs if job.kind == kind} for kind in ("actor", "finetune"))
         if not actors:
             return "training"
         if actors <= self._done:
             return "over"
-        # Others than ranks end after training only.
+        # Jobs other than ranks exit only after training.
         is_trained = bool(self._done - ranks) or (bool(ranks) and ranks <= self._done)
         return "evaluating" if is_trained else "training"
 
     def on_exit(self, job: Job, returncode: int) -> ExitVerdict:
-        """Judge the end of one job."""
+        """Judge the exit of one job."""
         if job.kind in SERVER_KINDS:
             return ExitVerdict("failed", f"ended while the run needed it ({describe_exit(returncode)})")
         if returncode == EXIT_USER_ERROR:
@@ -124,7 +122,7 @@ class ExitPolicy:
 
 @dataclass
 class RestartBudget:
-    """`supervise.max_server_restarts` an hour; restart k waits `supervise.server_restart_backoff_s` x 2 ** k, capped."""
+    """`supervise.max_server_restarts` an hour; restart k waits `server_restart_backoff_s` x 2 ** k, capped."""
 
     config: SuperviseConfig
     _times: list[float] = field(default_factory=list)
@@ -144,9 +142,8 @@ class RestartBudget:
 
 @dataclass
 class Server:
-    """One server. `is_ours`: the launcher started its process. `joined`: it came in mid run. `due`: when it is to be
-    started (ours) or tried (others) again. `trouble`: why it is being ended. Times are seconds of the monotonic clock.
-    """
+    """One server. `is_ours`: the launcher started its process. `joined`: it was added during the run. `due`: when it is
+    restarted (ours) or retried (others). `trouble`: why it is being ended. Times are monotonic seconds."""
 
     name: str
     url: str
@@ -165,16 +162,16 @@ class Server:
 
 
 class ServerKeeper:
-    """State of all servers of one start of a run. Servers of the pool `actor` are announced in the stream `pool`: the
-    run uses one only while it is up and has the weights.
+    """State of all servers of one start of a run. Policy servers are announced in the stream `pool`; the run uses one
+    only while it is up and has the weights.
 
     Args:
         session: of the run.
-        now: seconds of the monotonic clock, as in all methods.
+        now: monotonic seconds, as in all methods.
         changes: the stream `pool`.
 
     Attributes:
-        phase: of the run. After training nobody can give a server its weights, so none is restarted.
+        phase: of the run. After training no server is restarted, because it would get no weights.
     """
 
     def __init__(self, session: RunSession, now: float, changes: StreamWriter[PoolChange]) -> None:
@@ -193,32 +190,32 @@ class ServerKeeper:
 
     @property
     def policy_servers(self) -> list[Server]:
-        """Servers of the pool `actor` that belong to the run."""
+        """Policy servers that belong to the run."""
         return [server for server in self.servers.values() if server.is_policy and server.state != "removed"]
 
     @property
     def is_empty(self) -> bool:
-        """Whether the pool `actor` had servers and has none any more."""
+        """Whether the run had policy servers and has none left."""
         return not self.policy_servers and any(server.is_policy for server in self.servers.values())
 
     def can_lose(self, name: str) -> bool:
-        """Whether the end of this server is no reason to restart it, nor to end the run before `find_unserved` does."""
+        """Whether this server may exit without being restarted. `find_unserved` ends the run if it is missed."""
         return self.servers[name].is_policy and self.phase != "training"
 
     def survives_end_of(self, name: str, now: float) -> bool:
-        """Whether the run continues when this job is ended: a server that may be restarted or lost."""
+        """Whether the run continues if this job is ended, as a server that may be restarted or lost."""
         server = self.servers.get(name)
         if server is None:
             return False
         return (server.state != "removed" and server.budget.has_more(now)) or self.can_lose(name)
 
     def on_exit(self, name: str, returncode: int, now: float) -> str | None:
-        """The process of a server ended. None: it will be started again; else why not, completing `<job> ...`."""
+        """The process of a server exited. None: it will be restarted; else why not, completing `<job> ...`."""
         server = self.servers[name]
         reason = f"ended while the run needed it ({describe_exit(returncode)})"
         if server.trouble:
             reason = f"{server.trouble}; it was ended"
-        # What ends by itself, or cannot be used, before it ever served would only do so again.
+        # A server that exits by itself, or cannot be used, before it ever served would only do so again.
         if server.is_policy and not server.has_served and (returncode >= 0 or server.trouble):
             return reason
         if not self._retry(server, reason, now):
@@ -228,14 +225,14 @@ class ServerKeeper:
         return None
 
     def give_up(self, name: str, trouble: str, now: float) -> None:
-        """The server is about to be ended because of `trouble`, which completes `<job> ...`."""
+        """The server is about to be ended for `trouble`, which completes `<job> ...`."""
         server = self.servers[name]
         server.trouble = server.trouble or trouble
         self._down(server, server.trouble, now)
         self._write_state()
 
     def lose(self, name: str, trouble: str, now: float) -> None:
-        """A server whose process is not ours cannot be used: it is tried again, or leaves when that did not help."""
+        """A server that we did not start cannot be used: it is retried, and leaves if that does not help."""
         server = self.servers[name]
         server.trouble = trouble
         if not self._retry(server, trouble, now):
@@ -244,14 +241,14 @@ class ServerKeeper:
         self._write_state()
 
     def leave(self, name: str, trouble: str) -> None:
-        """The server is gone for good."""
+        """The server leaves the run for good."""
         server = self.servers[name]
         server.state, server.due, server.trouble = "removed", None, trouble
         self._announce(server, "removed", trouble)
         self._write_state()
 
     def add(self, url: str, now: float) -> Server:
-        """Admit a server that is up already. Raises ValueError if the run has it."""
+        """Add a running server. Raises ValueError if the run has it."""
         if any(server.url == url and server.state != "removed" for server in self.servers.values()):
             raise ValueError(f"a server that the run does not have yet; it has {url}")
         number = sum(server.joined for server in self.servers.values())
@@ -261,7 +258,7 @@ class ServerKeeper:
         return server
 
     def remove(self, server_or_url: str, now: float) -> Server:
-        """Let a server go. Raises ValueError if there is none of that name or URL, or it is the last one."""
+        """Remove a server. Raises ValueError if none has that name or URL, or if it is the last one."""
         servers = self.policy_servers
         found = next((server for server in servers if server_or_url in (server.name, server.url)), None)
         if found is None:
@@ -269,33 +266,33 @@ class ServerKeeper:
         if len(servers) == 1:
             raise ValueError("a server that is not the last one: a run needs one")
         if found.is_ours:
-            # Its process ends, so what runs there cannot finish.
+            # Its process is ended, so its rollouts cannot finish.
             self._down(found, "it was removed", now)
         self.leave(found.name, "it was removed")
         return found
 
     def take_due(self, now: float) -> list[Server]:
-        """Servers that are to be started (ours) or tried (others) again now."""
+        """Servers to restart (ours) or retry (others) now."""
         due = [server for server in self.servers.values() if server.due is not None and server.due <= now]
         for server in due:
             server.due = None
-        # After training a policy server would wait for weights that nobody sends.
+        # After training a policy server would wait for weights forever.
         return [server for server in due if self.phase == "training" or not server.is_policy]
 
     def dues_s(self, now: float) -> list[float]:
-        """Seconds until something has to be done, for everything that is planned."""
+        """Seconds until each planned action."""
         dues = [server.due for server in self.servers.values()]
         if self._unserved_since is not None:
             dues.append(self._unserved_since + self._unserved_grace_s())
         return [max(0.0, due - now) for due in dues if due is not None]
 
     def started(self, name: str, now: float) -> None:
-        """The process of a server was started again."""
+        """The process of a server was restarted."""
         self.servers[name].generation += 1
         self._up(self.servers[name], now)
 
     def on_answer(self, answer: PoolAnswer, now: float) -> str | None:
-        """Note what the trainer says; returns why the server has to be ended, if it has to be."""
+        """Note a message of the trainer; returns why the server must be ended, if it must."""
         server = self.servers.get(answer.name)
         if server is None or server.generation != answer.generation or server.state in ("down", "removed"):
             return None
@@ -309,7 +306,7 @@ class ServerKeeper:
         return None
 
     def find_late(self, now: float) -> str | None:
-        """A restarted server that has not got the weights in `vllm_config.start_timeout_s`."""
+        """A restarted server that got no weights within `vllm_config.start_timeout_s`."""
         for server in self.policy_servers:
             late = now - server.since > self._session.config.vllm_config.start_timeout_s
             if server.is_ours and server.generation and server.state == "starting" and late:
@@ -317,10 +314,10 @@ class ServerKeeper:
         return None
 
     def find_unserved(self, now: float) -> tuple[Server, str] | None:
-        """The server that is missed, and why the run cannot end without it; None as long as it can.
+        """The server that the last evaluation needs, and why the run fails without it; None while it can continue.
 
-        After training a server that ends, or that was just being restarted, is useless: the trainer, which
-        alone gives servers their weights, is gone. Where no other one serves, the last evaluation would wait forever.
+        After training a server that exits or restarts gets no weights any more. If no other one serves, the last
+        evaluation would wait forever.
         """
         servers = self.policy_servers
         is_served = any(server.state == "serving" for server in servers)
@@ -344,7 +341,7 @@ class ServerKeeper:
         return f", after {cap} restarts (supervise.max_server_restarts)" if cap else ""
 
     def _retry(self, server: Server, reason: str, now: float) -> bool:
-        """Plan another start or try; False if it had as many as it may."""
+        """Plan another start; False if the budget is used up."""
         delay_s = server.budget.take(now)
         if delay_s is None:
             return False
@@ -381,7 +378,7 @@ class ServerKeeper:
         self._changes.flush()
 
     def _write_state(self) -> None:
-        """Where the command `pool` reads it."""
+        """For the command `pool`."""
         states = [
             ServerState(each.name, each.url, each.state, each.generation + 1, each.joined, each.version, each.trouble)
             for each in self.servers.values()

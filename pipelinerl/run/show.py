@@ -1,4 +1,4 @@
-"""What the launcher prints: the plan of a run (`dry_run=true`), and how a run or an evaluation alone ended."""
+"""What the launcher prints: the plan of a run (`dry_run=true`), and the result of a run or an evaluation."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ _ROWS = (
 
 
 def print_plan(config: RunConfig, world: WorldMap, commands: Sequence[Command], notes: Sequence[str] = ()) -> None:
-    """What would be started where, to stdout; wide enough that no command is cut when that is not a terminal."""
+    """Print what would be started where. Wide enough that no command is cut when stdout is not a terminal."""
     parts = [
         Text(f"Plan of the run in {config.output_dir} (nothing is started or written)", style="bold"),
         Text(
@@ -92,10 +92,8 @@ def _command_text(command: Command) -> Text:
 
 
 def print_result(outcome: Outcome, summary: Mapping[str, Any], run_dir: RunDir) -> None:
-    """Table and paths to stdout; the reason of a failure to stderr, with how to continue.
-
-    A run without a step has no numbers: its reason is all there is to say.
-    """
+    """Table and paths to stdout; the reason of a failure, and how to continue, to stderr. A run without a finished step
+    has no numbers to show."""
     console = Console(highlight=False, soft_wrap=True)
     has_results = bool(summary.get("steps") or summary.get("success_before") is not None)
     if has_results:
@@ -154,7 +152,7 @@ def evaluation_report(config: RunConfig, results: Sequence[EvaluationResult]) ->
 
 
 def print_evaluation(outcome: Outcome, results: Sequence[EvaluationResult], run_dir: RunDir) -> None:
-    """Results as a table, and where they are, to stdout; the reason of a failure to stderr, with how to continue."""
+    """Table and paths to stdout; the reason of a failure, and how to continue, to stderr."""
     console = Console(highlight=False, soft_wrap=True)
     if results:
         table = Table()
@@ -169,14 +167,14 @@ def print_evaluation(outcome: Outcome, results: Sequence[EvaluationResult], run_
     console.print(f"rollouts: {typed('samples')} {run_dir.root}", markup=False)
     sys.stdout.flush()
     if outcome.status == "interrupted":
-        how = "The same command goes on with the rollouts that ended."
+        how = "The same command continues; finished rollouts are kept."
         sys.stderr.write(f"the evaluation was interrupted: {outcome.reason}\n{how}\n")
     elif outcome.status != "completed":
         sys.stderr.write(f"error: the evaluation {outcome.status}: {outcome.reason}\n")
 
 
 def _evaluation_rows(result: EvaluationResult) -> Iterator[tuple[str, ...]]:
-    """One row for each estimate; what belongs to all of them is in the first."""
+    """One row per estimate; shared columns only in the first."""
     first = (result.dataset_name, str(result.num_problems), str(result.attempts))
     cut = "" if result.cut_fraction is None else f"{result.cut_fraction:.3f}"
     rest = ("" if result.output_tokens is None else f"{result.output_tokens:.1f}", cut, str(result.num_failed))

@@ -1,9 +1,9 @@
-"""How a run starts: its directory (new, continued, moved aside or refused), commands and environment of its jobs.
+"""How a run starts: its directory (new, continued, moved aside or refused), and the commands and environment of its
+jobs.
 
-`inspect` only looks, so that a refusal leaves everything as it was; `enter` writes. A lock, held for the life of the
-launcher, keeps a second one out. Most keys may change between two starts of a run. Those in `FIXED` may not: what is on
-disk (training state, streams, the order of problems) was made with the old value and would be read as if it had been
-made with the new one.
+`inspect` only reads, so a refusal changes nothing; `enter` writes. The launcher holds a lock for its lifetime, which
+keeps a second one out. Most keys may change between two starts of a run. Those in `FIXED` may not, because data on disk
+(training state, streams, order of problems) depends on them.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ FIXED_OF_EVALUATION = dict.fromkeys(
     ),
     "the rollouts in it were made with it",
 )
-#: Keys that bring in reference servers, with a reference model before and without one.
+#: Keys that add reference servers to a run with a local reference model, and to one without.
 _PLACE_KEYS = ("finetune.rl.reference", "world.preprocessor_fraction", "world.num_preprocessor_llms")
 _KL_KEYS = ("finetune.rl.kl_coef", "finetune.rl.final_kl_coef", "finetune.rl.reward_minus_kl_coef")
 _CHOOSE = "Choose another output_dir, or set force_restart=true to move the old content aside and start over."
@@ -73,7 +73,7 @@ SOCKET_FOLDER_KEY = "VLLM_RPC_BASE_PATH"
 # Limit of a Unix socket's path on Linux (`sun_path` with its terminator), and the name of one of vLLM's.
 _LONGEST_SOCKET, _SOCKET_LENGTH = 107, len("/00000000-0000-0000-0000-000000000000")
 _SCRATCH_LENGTH = len("/pipelinerl-sockets-00000000")
-#: Where the temporary folder has a long path, as it has in jobs of some clusters.
+#: Used where the path of the temporary folder is long, as on some clusters.
 _SHORT_FOLDERS = ("/tmp", "/var/tmp", "/dev/shm")
 _ENTRYPOINTS = {
     "actor_llm": "inference.main",
@@ -86,7 +86,7 @@ _ENTRYPOINTS = {
 }
 _USER_CODE_KINDS = ("actor", "environment", "verifier")
 _RANK_KEYS = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
-# By these `accelerate launch` and torchrun tell the processes that they start how to train. Ours are told by the run.
+# Set by `accelerate launch` and torchrun to configure training. Here the configuration of the run decides.
 _TRAINER_VARIABLES = ("ACCELERATE_", "FSDP_", "TORCHELASTIC_")
 _LOOPBACK = ("127.0.0.1", "localhost", "::1")
 
@@ -106,8 +106,8 @@ class Change:
 
 @dataclass(frozen=True)
 class Decision:
-    """What to do with the directory. `identity` is the one that this start has. `moved_to`: where the run is that was
-    there before, once the directory is entered."""
+    """What to do with the directory. `identity` is that of this start; `moved_to` is where `enter` moved the previous
+    run."""
 
     kind: Literal["new", "continue", "move_aside"]
     run_dir: RunDir
@@ -119,9 +119,8 @@ class Decision:
 def inspect(config: RunConfig, is_locked_by_us: bool = False) -> Decision:
     """Decide without writing anything.
 
-    A run that ended early is continued from its newest checkpoint, or from the start if it has none yet; a complete one
-    if there are more steps to train now. One that never trained a step is moved aside if a value is corrected that must
-    not change later: a new run begins.
+    A run that ended early continues from its newest checkpoint, or from the first step if it has none; a complete run
+    continues if there are more steps to train. A run without any finished step is moved aside if a fixed key changed.
 
     Args:
         config: of this start.
@@ -148,7 +147,7 @@ def inspect(config: RunConfig, is_locked_by_us: bool = False) -> Decision:
             raise _refusal(run_dir, "a new directory or a run of pipelinerl; it holds streams or weights", _CHOOSE)
         old = read_identity(run_dir.identity_file)
         continued = Decision("continue", run_dir, RunIdentity(run_id=old.run_id, incarnation=old.incarnation + 1))
-        # Without a config the previous start ended before it came to anything.
+        # Without a config the previous start ended before it did anything.
         started = load_config(run_dir.config_file) if run_dir.config_file.exists() else None
         _refuse_finished(run_dir, old, started, config)
         if started is None:
@@ -184,16 +183,16 @@ def _moved_aside(run_dir: RunDir, fresh: RunIdentity, changes: tuple[Change, ...
 @contextmanager
 def enter(config: RunConfig) -> Iterator[Decision]:
     """Enter the directory as `inspect` decides: move the old run aside or create the directory, lock it, write the
-    identity. Leaving lets another launcher in.
+    identity. The lock is released on exit.
 
     Raises:
-        ConfigError: as `inspect`; or the system refuses it, or another launcher was quicker.
+        ConfigError: as `inspect`; or the system refuses the directory, or another launcher was faster.
     """
     run_dir, lock = inspect(config).run_dir, None
     try:
         with _usable(run_dir.root):
             lock = _lock(run_dir)
-            # Before it was locked, another launcher may have come, and gone again.
+            # Another launcher may have come and gone before the lock was taken.
             decision = inspect(config, is_locked_by_us=True)
             if decision.kind == "move_aside":
                 moved_to = run_dir.root.rename(_free_name(run_dir.root))
@@ -201,7 +200,7 @@ def enter(config: RunConfig) -> Iterator[Decision]:
                 lock.release()
                 lock = _lock(run_dir)
             write_identity(run_dir.identity_file, decision.identity)
-            # It tells how the previous start ended, not how the run stands from now on.
+            # It describes the previous start.
             run_dir.summary_file.unlink(missing_ok=True)
         yield decision
     finally:
@@ -219,8 +218,7 @@ def _lock(run_dir: RunDir) -> FileLock:
 
 @contextmanager
 def _usable(root: Path) -> Iterator[None]:
-    """Whatever the system has against the directory is for the user to change: permissions, a name that is too long, a
-    full disk, a read-only file system."""
+    """Turn an OSError (permissions, too long a name, a full disk, a read-only file system) into a ConfigError."""
     try:
         yield
     except OSError as error:
@@ -251,7 +249,7 @@ def _refuse_finished(run_dir: RunDir, old: RunIdentity, started: RunConfig | Non
         raise _refusal(run_dir, f"an unfinished evaluation; {run_dir.evaluation_file} has the results of it", _CHOOSE)
     key, done = "max_train_steps", summary.get("steps")
     if isinstance(done, int) and config.finetune.last_step > done:
-        # What ended the run before its last step: passes over the problems, if anything.
+        # Before its last step a run can only have been ended by the number of epochs.
         was_cut = started is not None and done < started.finetune.last_step
         epochs = started.finetune.max_epochs if started is not None and was_cut else None
         if epochs is None or config.finetune.max_epochs is None or config.finetune.max_epochs > epochs:
@@ -287,8 +285,8 @@ def find_changes(old: RunConfig, new: RunConfig) -> list[Change]:
 
 
 def _reference_keys(old: RunConfig, new: RunConfig) -> dict[str, str]:
-    """Keys that must not change because they would bring in reference servers: batches that wait in the stream have no
-    log-probs of them. (The other way round the trainer's own reference model takes their place.)"""
+    """Keys that must not change because that would add reference servers: batches already in the stream have no
+    log-probs from them. (Removing the servers is fine: the trainer's own reference model replaces them.)"""
     asked, asks = (
         config.finetune.rl.needs_reference and not config.uses_local_reference(config.has_reference_pool)
         for config in (old, new)
@@ -308,11 +306,11 @@ def _flat(data: dict[str, Any], prefix: str = "") -> dict[str, Any]:
 
 
 def has_trained(run_dir: RunDir, config: RunConfig) -> bool:
-    """False if the run in `run_dir`, which is not running, has certainly not taken an optimizer step.
+    """False if the run in `run_dir` has certainly not finished an optimizer step. It must not be running.
 
     A stage without a trainer (`debug.mode`) always counts as trained: its records are its result.
     """
-    # Hidden files are what ranks tell each other when they start.
+    # Hidden files are messages between ranks at their start.
     folder = run_dir.finetune
     has_weights = folder.is_dir() and any(not file.name.startswith(".") for file in folder.iterdir())
     if not config.has_stage("finetune") or has_weights:
@@ -320,14 +318,14 @@ def has_trained(run_dir: RunDir, config: RunConfig) -> bool:
     try:
         steps = json.loads(run_dir.summary_file.read_text(encoding="utf-8")).get("steps")
     except (OSError, ValueError, AttributeError):
-        steps = None  # the previous start did not come to count them
+        steps = None  # the previous start ended before it counted them
     if steps or not backend_of(config.streams).is_on_disk:
-        return bool(steps != 0)  # the records are in a server that is not up: only the summary knows
+        return bool(steps != 0)  # the records are in a server that is down: only the summary knows
     try:
         messages = read_all(StreamHub(config.streams, run_dir), TRAINER_TOPIC, TRAINER, TrainerMessage)
         return any(isinstance(message, StepDone) for message in messages)
     except StreamError:
-        return True  # who knows what was there
+        return True  # unknown
 
 
 @dataclass(frozen=True)
@@ -348,8 +346,8 @@ class Command:
 
 @dataclass(frozen=True)
 class RunSession:
-    """One start of a run. `token` opens the servers' routes and lives in memory only. `restarts`
-    says why the launcher has started the run again by itself, once for each time."""
+    """One start of a run. `token` opens the servers' routes and is kept in memory only. `restarts` has the reason of
+    each automatic restart so far."""
 
     config: RunConfig
     world: WorldMap
@@ -365,7 +363,7 @@ class RunSession:
 def build_command(
     job: Job, world: WorldMap, run_dir: RunDir, environ: Mapping[str, str], search_dirs: Sequence[Path] = ()
 ) -> Command:
-    """How to start `job`. `environ` is the launcher's: lists such as NO_PROXY are extended, not replaced."""
+    """How to start `job`. `environ` is the launcher's; lists such as NO_PROXY are extended, not replaced."""
     module = f"pipelinerl.{_ENTRYPOINTS[job.kind]}"
     argv = (sys.executable, "-m", module, "--run-dir", str(run_dir.root), "--job", job.name)
     ranks = [rank for rank in world.jobs_of("finetune") if rank.node_rank == job.node_rank]
@@ -393,21 +391,20 @@ def build_command(
 
 
 def trainer_variables(environ: Mapping[str, str]) -> list[str]:
-    """Variables that would change how a trainer trains: its precision, compilation, accumulation."""
+    """Variables that would change how the trainer trains: precision, compilation, accumulation."""
     return sorted(name for name in environ if name.startswith(_TRAINER_VARIABLES))
 
 
 def child_environment(command: Command, environ: Mapping[str, str], token: str, death_fd: int) -> dict[str, str]:
-    """The whole environment of the child, with the secrets that it needs. Secrets are nowhere else: not in argv, not in
-    `command.sh`."""
+    """The whole environment of the child, with the secrets that it needs. They are never in argv or `command.sh`."""
     dropped = {*_RANK_KEYS, *SECRET_KEYS, *trainer_variables(environ)}
     inherited = {key: value for key, value in environ.items() if key not in dropped}
     return inherited | dict(command.env) | {TOKEN_KEY: token, DEATH_FD_KEY: str(death_fd)}
 
 
 def socket_parent(environ: Mapping[str, str]) -> str | None:
-    """Where the sockets inside vLLM servers can lie: the folder that the user named, or a temporary folder; None if
-    there is none that is writable and whose path is short enough for a socket."""
+    """The folder for vLLM's sockets: the one that the user set, or a temporary one; None if none is writable with a
+    path short enough for a socket."""
     named, temporary = environ.get(SOCKET_FOLDER_KEY), [*_SHORT_FOLDERS]
     with suppress(OSError):
         temporary.insert(0, tempfile.gettempdir())
@@ -418,10 +415,10 @@ def socket_parent(environ: Mapping[str, str]) -> str | None:
 
 @contextmanager
 def server_sockets(environ: Mapping[str, str]) -> Iterator[Mapping[str, str]]:
-    """`environ` with a folder for the sockets inside vLLM servers, removed in the end: nobody else removes those of a
-    server that was killed. The folder of a launcher that was killed is removed by the next one.
+    """`environ` with a folder for vLLM's sockets, which a killed server leaves behind. It is removed on exit; the
+    folder of a killed launcher is removed by the next one.
 
-    Unchanged if the user named a folder, or if none can be made.
+    Unchanged if the user set a folder, or if none can be made.
     """
     made = None
     if not environ.get(SOCKET_FOLDER_KEY) and (parent := socket_parent(environ)) is not None:

@@ -66,7 +66,7 @@ def read_status(run: StartedRun, now: float | None = None) -> RunStatus:
 
 
 def status_of(run: StartedRun, step: int | None, step_time: float | None, now: float | None = None) -> RunStatus:
-    """The same for whoever knows the last step and when it was done: no stream is read."""
+    """The same, given the last step and its time: reads no stream."""
     now = time.time() if now is None else now
     state, reason = _state(run)
     return RunStatus(
@@ -97,7 +97,7 @@ def _state(run: StartedRun) -> tuple[str, str | None]:
 
 
 def _last_step(run: StartedRun) -> tuple[int | None, float | None]:
-    """(last step of the present lineage, when it was done); None where it cannot be read."""
+    """(last step of the current lineage, its time); None if the stream cannot be read."""
     lineage, times = Lineage(), dict[int, float]()
     try:
         with open_streams(run) as streams:
@@ -131,7 +131,7 @@ def _job_status(run_dir: RunDir, name: str, now: float) -> JobStatus:
 
 
 def _is_alive(beat: HeartbeatState, root: Path, name: str) -> bool:
-    """Whether the process that wrote the heartbeat still runs; its id may belong to another one by now."""
+    """Whether the process that wrote the heartbeat is alive; its id may have been reused."""
     try:
         process = psutil.Process(beat.pid)
         words = process.cmdline()
@@ -141,7 +141,7 @@ def _is_alive(beat: HeartbeatState, root: Path, name: str) -> bool:
 
 
 def print_status(status: RunStatus, console: Console) -> None:
-    """A few lines about the run, then one for each of its processes."""
+    """Print a few lines about the run, then one per process."""
     step = f"step {'unknown' if status.step is None else status.step}"
     if status.max_steps is not None:
         step += f" of {status.max_steps}"

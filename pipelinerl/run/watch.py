@@ -1,8 +1,8 @@
-"""The supervisor: starts the jobs on their nodes, waits for the first thing that matters, and ends every process.
+"""The supervisor: starts the jobs on their nodes, waits until the run is over, and ends every process.
 
-It waits on one queue: ends of children (a thread per child), signals, what the trainer says about servers, nodes of a
-cluster that are gone. Between events it reads the heartbeats. A server that ended or got stuck is restarted in place,
-as `ServerKeeper` decides. Whatever the outcome, no process of the run is left when `run` returns, within about 15 s.
+It waits on one queue of events: exits of children (a thread per child), signals, the trainer's messages about servers,
+lost nodes. Between events it reads the heartbeats. `ServerKeeper` decides whether a server that exited or got stuck is
+restarted in place. No process of the run is left when `run` returns, within about 15 s of the end.
 """
 
 from __future__ import annotations
@@ -39,33 +39,33 @@ from pipelinerl.world import SERVER_KINDS, Job
 
 logger = logging.getLogger(__name__)
 MAX_GRACE_S = 10.0
-#: After a failure somebody waits for the answer, and what is left has nothing to save.
+#: After a failure the user waits, and the remaining processes have nothing to save.
 MAX_GRACE_AFTER_FAILURE_S = 5.0
 MIN_GRACE_S = 1.0
-#: How long the cause of a death may take to show: on one node, and where it may be the death of a process elsewhere.
+#: How long the cause of an exit may take to show, on one node and if it may be a process on another node.
 COLLECT_S = 1.0
 NODES_COLLECT_S = 5.0
 #: A process beats before it imports anything heavy.
 START_GRACE_S = 60.0
-# From here on in the order of blame, the cause may be another death.
+# From this place in the order of blame on, the cause may be another exit.
 _UNCLEAR = 2
 _STACK_DUMP_S = 3.0
 # Until the next try to start a server on a node that does not answer.
 _RETRY_S = 1.0
-# A process that uses more of one core works; over what time that is measured.
+# A process that uses more than this share of a core is working; measured over this time.
 _BUSY_SHARE, _BUSY_S = 0.05, 1.0
-# Shorter waits are no news in the reason of a run that was stopped.
+# Shorter waits are not worth reporting when a run is stopped.
 _LONG_WAIT_S = 30.0
 
 
 class Watched:
-    """One process of a job, and what the launcher saw of it, on its own clock (monotonic seconds): a set clock changes
-    nothing.
+    """One process of a job, and what the launcher has seen of it. Times are the launcher's monotonic seconds, so
+    setting the system clock has no effect.
 
-    The interpreter lock, held by code in C, silences a process that works. The kernel still counts its CPU time.
+    C code that holds the interpreter lock stops the heartbeat of a working process; its CPU time still grows.
 
     Attributes:
-        kill_at: when a server that was removed is killed, should it not have ended by then.
+        kill_at: when a removed server is killed if it has not exited.
     """
 
     def __init__(self, job: Job, node: Node, child: Child) -> None:
@@ -78,8 +78,8 @@ class Watched:
         self._cpu_s = 0.0
 
     def see(self, beat: HeartbeatState | None, cpu_s: float, now: float) -> None:
-        """Take what can be seen `now`: the heartbeat file and the CPU time that the process has used."""
-        if beat is not None and beat.pid == self.child.pid and beat != self.beat:  # else of an earlier start
+        """Note the heartbeat file and the CPU time of the process at `now`."""
+        if beat is not None and beat.pid == self.child.pid and beat != self.beat:  # else it is from an earlier start
             self.beat, self.heard_at = beat, now
         if now - self._seen_at >= _BUSY_S:  # the kernel counts in steps of 10 ms
             if cpu_s - self._cpu_s > _BUSY_SHARE * (now - self._seen_at):
@@ -87,14 +87,14 @@ class Watched:
             self._cpu_s, self._seen_at = cpu_s, now
 
     def forgive(self, now: float) -> None:
-        """Count silence from `now` on."""
+        """Start to count silence at `now`."""
         self.heard_at = self.busy_at = self._seen_at = now
 
     def why_stuck(self, config: SuperviseConfig, now: float) -> str | None:
-        """Why the job counts as stuck, completing `<job> ...`; None if it is fine.
+        """Why the job is stuck, completing `<job> ...`; None if it is fine.
 
-        It is stuck if it stopped beating, waits for something longer than the deadline that it set itself, or counts
-        progress and has not made any for too long.
+        It is stuck if its heartbeat stopped, if it waits past the deadline that it set, or if it reports progress and
+        has made none for too long.
         """
         beat, age_s = self.beat, now - self.heard_at
         is_busy = age_s <= DOMAIN_CHECK_TIMEOUT_S and now - self.busy_at <= config.heartbeat_timeout_s
@@ -104,7 +104,7 @@ class Watched:
         waiting = f" while waiting for {beat.waiting_for}" if beat.waiting_for else ""
         if age_s > config.heartbeat_timeout_s and not is_busy:
             return f"stopped responding {age_s:.0f} s ago{waiting} (no heartbeat)"
-        # A process reports its own time-out with more detail: give it a moment to do so.
+        # The process reports its own timeout with more detail: give it a moment.
         if beat.overdue_s(age_s) > 2 * config.heartbeat_interval_s:
             waited_s = beat.overdue_s(age_s) + (beat.deadline_s or 0)
             return f"waited {waited_s:.0f} s for {beat.waiting_for} (deadline {beat.deadline_s:.0f} s)"
@@ -115,8 +115,8 @@ class Watched:
 
 
 def long_waits(watched: Iterable[Watched], now: float) -> str:
-    """What each living process has waited long for, as `; at that time ...`; "" if none has. A run that was
-    stopped because it hung says with this where it stood."""
+    """What each living process has been waiting for, as `; at that time ...`; "" if for nothing long. It shows where a
+    run hung that was stopped."""
     waits = []
     for each in watched:
         if each.child.returncode is not None:
@@ -157,7 +157,7 @@ class Supervisor:
         self._last_tick = 0.0
 
     def run(self) -> Outcome:
-        """Start everything and block until the run is over and all its processes are gone."""
+        """Start all jobs and block until the run is over and all processes are gone."""
         grace_s = MAX_GRACE_AFTER_FAILURE_S
         try:
             outcome = self._start() or self._watch()
@@ -170,7 +170,7 @@ class Supervisor:
         return outcome
 
     def _end_all(self, grace_s: float) -> None:
-        """End what is left of the jobs, on all nodes at the same time."""
+        """End all remaining processes, on all nodes at the same time."""
         lost = {node.rank for node in self._lost}
         living = {rank: node for rank, node in self._nodes.items() if rank not in lost}
         with ThreadPoolExecutor(max_workers=max(1, len(living))) as pool:
@@ -218,7 +218,7 @@ class Supervisor:
                 return Outcome("failed", reason, EXIT_RUN_FAILED, unfinished[0])
 
     def _tick_s(self, now: float) -> float:
-        """Longest wait for an event: until the next heartbeat, or until something is due."""
+        """How long to wait for an event: until the next heartbeat or deadline."""
         kills = [each.kill_at - now for each in self._watched.values() if each.kill_at is not None]
         return min([self._config.heartbeat_interval_s, *kills, *self._keeper.dues_s(now)])
 
@@ -229,7 +229,7 @@ class Supervisor:
             return None
 
     def _handle(self, event: Event | None) -> Outcome | None:
-        """The outcome of the run if this event decides it."""
+        """The outcome of the run, if this event decides it."""
         if isinstance(event, Interrupted | NodeSignalled):
             self._is_signalled = isinstance(event, Interrupted)
             waits = long_waits(self._watched.values(), time.monotonic())
@@ -250,21 +250,21 @@ class Supervisor:
         return None
 
     def _lose_node(self, lost: NodeLost) -> Outcome | None:
-        """Servers of the policy that were on it leave the run; whatever else was there ends it."""
+        """Policy servers on that node leave the run; any other job there ends it."""
         text = self._note_lost(lost)
         there = [each for each in self._of_node(lost.rank) if each.child.returncode != 0]
         names = ", ".join(each.job.name for each in there)
         needed = [each.job.name for each in there if each.job.kind != POLICY_KIND]
         if needed:
             return Outcome("failed", f"{text}; {names} ran there", EXIT_RUN_FAILED, needed[0], has_lost_node=True)
-        logger.error("%s; the run goes on without %s", text, names or "it")
+        logger.error("%s; the run continues without %s", text, names or "it")
         for each in there:
             each.kill_at = None
             self._keeper.leave(each.job.name, text)
         return None
 
     def _note_lost(self, lost: NodeLost) -> str:
-        """Which node is gone, and why."""
+        """Note that the node and its processes are gone; return a sentence that says so."""
         self._lost.append(lost)
         there = self._of_node(lost.rank)
         for each in there:
@@ -290,16 +290,16 @@ class Supervisor:
         name, watched = event.name, self._watched[event.name]
         if self._keeper.servers[name].state == "removed":
             watched.kill_at = None
-            watched.node.end_rest(watched.child)  # its helpers hold its device
+            watched.node.end_rest(watched.child)  # its children hold the device
             return None
         if self._keeper.can_lose(name):
-            # Nobody is left to give a new one the weights. The other servers can finish what is left; `find_unserved`
-            # sees when there are none.
+            # The trainer is gone, so a new server would get no weights. The others can finish the evaluation;
+            # `find_unserved` notices when there are none.
             trouble = f"ended ({describe_exit(event.returncode)}) after training"
             logger.warning("%s %s", name, trouble)
             self._keeper.give_up(name, trouble, time.monotonic())
             return None
-        # The others hear of it first; what is left of the server must be gone before it is started again.
+        # Announced first. All of its processes must be gone before it is restarted.
         why_not = self._keeper.on_exit(name, event.returncode, time.monotonic())
         watched.node.end_rest(watched.child)
         if why_not is None:
@@ -308,14 +308,14 @@ class Supervisor:
         return self._blame(event, ExitVerdict("failed", why_not))
 
     def _tend_servers(self) -> Outcome | None:
-        """Requests of the command `pool`, servers that are due or late, evaluation without a server."""
+        """Handle requests of the command `pool`, servers that are due or late, and an evaluation without a server."""
         take_requests(self._session.run_dir, self._answer_request)
         now, keeper = time.monotonic(), self._keeper
         for each in self._watched.values():
             if each.kill_at is not None and each.kill_at <= now:
                 each.kill_at = None
                 if each.child.is_alive:
-                    logger.warning("%s was removed and does not end: it is killed", each.job.name)
+                    logger.warning("%s was removed and has not exited: killed", each.job.name)
                     each.child.signal(signal.SIGKILL, to_group=True)
         if (lost := keeper.find_unserved(now)) is not None:
             server, reason = lost
@@ -329,7 +329,7 @@ class Supervisor:
             if command is not None and (outcome := self._spawn(command)) is not None:
                 if self._nodes[command.job.node_rank].answers:
                     return outcome
-                server.due = now + _RETRY_S  # its node comes back, or is lost
+                server.due = now + _RETRY_S  # its node will answer again, or be lost
                 continue
             keeper.started(server.name, time.monotonic())
         if keeper.is_empty:
@@ -339,7 +339,7 @@ class Supervisor:
         return None
 
     def _answer_request(self, request: PoolRequest) -> PoolReply:
-        """Add or remove a server as another terminal asks."""
+        """Add or remove a server, as requested from another terminal."""
         now = time.monotonic()
         try:
             if request.action == "add":
@@ -354,7 +354,7 @@ class Supervisor:
         return PoolReply(server.name)
 
     def _end_server(self, name: str, trouble: str) -> None:
-        """End a server that is useless now; its end decides whether it is started again."""
+        """End a server that cannot be used; its exit decides whether it is restarted."""
         logger.warning("%s %s", name, trouble)
         self._keeper.give_up(name, trouble, time.monotonic())
         if (watched := self._watched.get(name)) is not None and watched.child.is_alive:
@@ -363,15 +363,15 @@ class Supervisor:
     def _find_stuck(self, now: float) -> Outcome | None:
         pause_s, self._last_tick = now - self._last_tick, now
         if pause_s > self._config.heartbeat_timeout_s / 2:
-            logger.warning("the launcher itself was held up for %.0f s; heartbeats are judged from now on", pause_s)
+            logger.warning("the launcher itself was suspended for %.0f s; silence is counted from now on", pause_s)
             for each in self._watched.values():
                 each.forgive(now)
             return None
         for name, watched in self._watched.items():
             child, server = watched.child, self._keeper.servers.get(name)
-            if not child.is_alive or (server is not None and server.trouble):  # it is being ended
+            if not child.is_alive or (server is not None and server.trouble):  # being ended
                 continue
-            if not watched.node.answers:  # it comes back, or is lost
+            if not watched.node.answers:  # it will answer again, or be lost
                 watched.forgive(now)
                 continue
             watched.see(*watched.node.look(child), now)
@@ -389,7 +389,7 @@ class Supervisor:
         return None
 
     def _blame(self, first: ChildExited, verdict: ExitVerdict) -> Outcome:
-        """Name the job that failed. One death causes others: those that follow at once are considered, too."""
+        """Name the job that failed. One exit causes others, so those that follow immediately are considered too."""
         ends: list[tuple[ChildExited, ExitVerdict]] = [(first, verdict)]
         lost = self._collect_ends(ends)
         event, verdict = min(ends, key=self._blame_order)  # min keeps the earliest of equals
@@ -405,7 +405,7 @@ class Supervisor:
         return Outcome("failed", reason, EXIT_RUN_FAILED, event.name, has_lost_node=lost is not None)
 
     def _collect_ends(self, ends: list[tuple[ChildExited, ExitVerdict]]) -> NodeLost | None:
-        """Add the bad ends of the next moment to `ends`; the node that is gone if that may be the cause."""
+        """Add failures of the next moment to `ends`; return the lost node if it may be the cause."""
         started = time.monotonic()
         while True:
             is_clear = any(self._blame_order(end) < _UNCLEAR for end in ends)
@@ -416,7 +416,7 @@ class Supervisor:
             left_s = started + collect_s - time.monotonic()
             event = self._next_event(left_s) if left_s > 0 else None
             if left_s <= 0 or isinstance(event, Interrupted | NodeSignalled):
-                return None  # who asks for the end does not wait for a better reason
+                return None  # do not make the user wait for a better reason
             if isinstance(event, NodeLost) and not is_clear:
                 return event
             if isinstance(event, ChildExited):
@@ -425,7 +425,7 @@ class Supervisor:
                     ends.append((event, verdict))
 
     def _blame_order(self, end: tuple[ChildExited, ExitVerdict]) -> int:
-        """User errors first, then what was killed by a signal, then servers, then the rest."""
+        """User errors first, then processes killed by a signal, then servers, then the rest."""
         event, verdict = end
         if verdict.kind == "user_error":
             return 0
@@ -434,10 +434,10 @@ class Supervisor:
         return _UNCLEAR if self._watched[event.name].job.kind in SERVER_KINDS else _UNCLEAR + 1
 
     def _let_trainers_save(self) -> float:
-        """After a signal: ask the trainers to save, and block until they ended, the time is over, or this launcher
-        got a second signal. All servers still live: a trainer in the middle of a step has to give its weights to them.
+        """After a signal: ask the trainers to save, and block until they exit, time is up, or this launcher gets a
+        second signal. The servers are still up, because a trainer in the middle of a step has to send them its weights.
 
-        Returns the grace period of the other processes, so that all of it stays near `shutdown_grace_s`.
+        Returns the grace period of the other processes, so that the whole shutdown takes about `shutdown_grace_s`.
         """
         deadline = time.monotonic() + self._config.shutdown_grace_s
         trainers = [each.child for each in self._watched.values() if each.job.kind == "finetune"]
@@ -454,9 +454,9 @@ class Supervisor:
             elif isinstance(event, Interrupted):
                 if self._is_signalled:
                     return MIN_GRACE_S
-                self._is_signalled = True  # another node told of its signal before this one came
+                self._is_signalled = True  # another node reported its signal first
         for child in saving:
-            # The stacks say what it hangs in, a collective for instance.
-            logger.warning("%s does not end; where its threads are is in %s", child.name, child.stderr.file)
+            # The stacks show where it hangs, for example in a collective.
+            logger.warning("%s does not exit; the stacks of its threads are in %s", child.name, child.stderr.file)
             child.signal(signal.SIGABRT)
         return min(MAX_GRACE_AFTER_FAILURE_S, max(deadline - time.monotonic(), MIN_GRACE_S))

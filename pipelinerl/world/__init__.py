@@ -1,7 +1,4 @@
-"""The plan of a run: the cluster and the shares of it -> the list of jobs.
-
-No torch. Every process loads the result from the run directory.
-"""
+"""The plan of a run: from the cluster and its split to the list of jobs, which every process loads. No torch."""
 
 from __future__ import annotations
 

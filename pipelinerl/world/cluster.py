@@ -52,8 +52,8 @@ class ClusterMember:
     def from_env(cls, environ: Mapping[str, str], cluster: Literal["auto", "ray"] = "auto") -> ClusterMember:
         """Read WORLD_SIZE, RANK, MASTER_ADDR and MASTER_PORT, or the first two from SLURM.
 
-        `cluster` is `world.cluster`. On an existing Ray cluster one launcher is the only one, whatever started it
-        (`ray symmetric-run`, for instance).
+        `cluster` is `world.cluster`. On an existing Ray cluster there is only one launcher, even under
+        `ray symmetric-run`.
 
         Raises:
             ConfigError: a variable is not usable; the message names it.
@@ -107,7 +107,7 @@ class Cluster:
 
     @classmethod
     def alike(cls, machine: ClusterNode, member: ClusterMember) -> Cluster:
-        """A cluster whose other nodes are like this one, as far as is known before they have joined."""
+        """A cluster of nodes like this one, before the others have joined."""
         if member.world_size == 1:
             return cls((machine,), 0, member.master_port)
         machines = (replace(machine, host=f"node-{rank}") for rank in range(member.world_size))
@@ -158,10 +158,10 @@ def _least(sizes: Sequence[T | None]) -> T | None:
 
 
 def described_cluster(world: WorldConfig, machine: ClusterNode, member: ClusterMember) -> Cluster:
-    """The cluster as far as is known before its nodes have joined: those of `world.nodes`, else all like this machine.
+    """The cluster before its nodes have joined: that of `world.nodes`, else all nodes like this machine.
 
     Raises:
-        ConfigError: nothing says how many nodes the Ray cluster has.
+        ConfigError: the size of the Ray cluster is unknown.
     """
     if world.nodes is None:
         if world.cluster == "ray":
@@ -206,7 +206,7 @@ class Card(NamedTuple):
 def nvml_cards() -> list[Card]:
     """This machine's NVIDIA GPUs by index, through NVML; none if there is no driver.
 
-    What NVML does not tell of a card (the memory of one that is divided by MIG, for instance) is empty or zero.
+    What NVML does not report (such as the memory of a card divided by MIG) is empty or zero.
     """
     try:
         import pynvml
@@ -238,8 +238,8 @@ def nvml_cards() -> list[Card]:
 
 
 def cards_of(gpus: Sequence[str]) -> list[Card]:
-    """The cards of these GPUs (indices or UUIDs, of which the beginning will do); of one that is not found, a part of a
-    card (MIG) for instance, nothing is known."""
+    """The cards of these GPUs, by index or (prefix of a) UUID; one that is not found, such as a MIG slice, has no name
+    and no memory."""
     cards, unknown = nvml_cards(), Card("", "GPU", 0)
     return [
         next((card for index, card in enumerate(cards) if gpu == str(index) or card.uuid.startswith(gpu)), unknown)
@@ -306,21 +306,21 @@ def _with_slurm_step(environ: Mapping[str, str]) -> Mapping[str, str]:
             f"Start it by `srun --ntasks-per-node=1`, or {_OWN_RANK}.",
         )
     rank = environ.get("SLURM_NODEID", "").strip()
-    if not rank:  # no node may take itself for the first one
+    if not rank:  # else every node would be the first one
         expected = f"the number of this node in the step, 0 to {nodes - 1}"
         raise ConfigError("SLURM_NODEID", None, expected, f"Pass SLURM's variables on, or {_OWN_RANK}.")
     return {**environ, "WORLD_SIZE": str(nodes), "RANK": rank}
 
 
 def slurm_hint(environ: Mapping[str, str]) -> str:
-    """What to tell a user whose own script may not have meant one run over all nodes; empty: nothing."""
+    """A hint for users whose script may not have meant one run over all nodes; may be empty."""
     if not is_slurm_step(environ):
         return ""
     return " `srun` started several nodes: see scripts/slurm.sbatch, or set WORLD_SIZE=1 for a run on each."
 
 
 def is_slurm_step(environ: Mapping[str, str]) -> bool:
-    """Whether `srun` started this on several nodes, and nobody said otherwise.
+    """Whether `srun` started this on several nodes, and no variable says otherwise.
 
     A step of a job has variables that neither the script of `sbatch` nor the shell of `salloc` has (`SLURM_STEP_*`),
     though both see the whole allocation in theirs (`SLURM_JOB_*`). So only a step over several nodes is a start on
@@ -334,7 +334,7 @@ def is_slurm_step(environ: Mapping[str, str]) -> bool:
 
 
 def can_bind(port: int) -> bool:
-    """Whether nobody listens on that port of this machine."""
+    """Whether the port of this machine is free."""
     with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
@@ -348,19 +348,19 @@ def can_bind(port: int) -> bool:
 
 
 def scanned_ports(config: RunConfig, master_port: int) -> list[int]:
-    """Ports that a plan may hand out. Other nodes say which of these they cannot bind."""
+    """Ports that a plan may use. Other nodes report which of these they cannot bind."""
     starts = [master_port, *(getattr(config.world, key) for key in _PORT_KEYS)]
     return sorted({port for start in starts for port in range(start, min(start + _SCAN, 65536))})
 
 
 class FreePorts:
-    """Hands out TCP ports, each once per node. A context manager: leaving it frees the reservations.
+    """Hands out TCP ports, each once per node. A context manager that releases its reservations on exit.
 
     Args:
         config: of the run; a port that differs from its default was chosen by the user.
         rank: of this node. Ports of other nodes cannot be probed.
         busy_elsewhere: ports that other nodes cannot bind, by rank.
-        reserve: whether other launchers must not get the same ports; not in a dry run.
+        reserve: whether to keep other launchers from using the same ports; not in a dry run.
     """
 
     def __init__(
@@ -379,10 +379,10 @@ class FreePorts:
         self._reserved: list[socket.socket] = []
 
     def take(self, node_rank: int, preferred: int, key: str) -> int:
-        """A port that is free on that node: `preferred`, or another one. `key` is where the user sets it.
+        """A free port of that node: `preferred`, or another one. `key` is where the user sets it.
 
         Raises:
-            ConfigError: the user chose the port and it is taken, or none of 200 is free.
+            ConfigError: the port was set by the user and is taken, or none of 200 is free.
         """
         last = min(preferred + _SCAN, 65536)
         for port in range(preferred, last):

@@ -119,7 +119,7 @@ class TrainerSetup:
 
 @dataclass(frozen=True)
 class Memory:
-    """Bytes by part at the moment of the peak; `host` is in the machine's memory."""
+    """Bytes by part at the peak; `host` is in the machine's memory."""
 
     parts: Mapping[str, float]
     host: Mapping[str, float]
@@ -152,7 +152,7 @@ def trainer_memory(setup: TrainerSetup) -> Memory:
 
 
 def least_memory(setup: TrainerSetup) -> float:
-    """Bytes without which no step is possible, whatever the pack: what is held, and the gradients."""
+    """Bytes needed for any step, whatever the pack size: what is held, and the gradients."""
     held, _ = _held(setup)
     gradients = _gradients(setup)
     if setup.sharding.startswith("zero"):  # how DeepSpeed keeps them depends on its release
@@ -226,7 +226,7 @@ def _gradients(setup: TrainerSetup) -> float:
 
 
 def _moments(setup: TrainerSetup) -> list[dict[str, float]]:
-    """What comes on top of `_held` at each moment that may be the highest."""
+    """What is added to `_held` at each moment that may be the peak."""
     shape, tokens = setup.shape, setup.pack_tokens
     gradients = {GRADIENTS: _gradients(setup)}
     kept = {ACTIVATIONS: tokens * activation_bytes(setup)}
@@ -487,6 +487,6 @@ def server_setup(config: RunConfig, shape: ModelShape, on_cpu: bool) -> ServerSe
 
 
 def longest_sample(config: RunConfig) -> int:
-    """Tokens of the longest sample that can come."""
+    """Tokens of the longest possible sample."""
     served = config.vllm_config.number("max-model-len") or config.finetune.seq_length
     return min(served, config.finetune.seq_length)

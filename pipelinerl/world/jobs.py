@@ -1,4 +1,4 @@
-"""`Job` and `WorldMap`: the plan of a run as plain data, saved as JSON in the run directory. Waits for nothing."""
+"""`Job` and `WorldMap`: the plan of a run as plain data, saved as JSON in the run directory."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import msgspec
 
 SERVER_KINDS = ("actor_llm", "preprocessor_llm", "environment", "verifier")
 
-#: Ways for weights to a server (`weights.transport`): on a CPU, on other GPUs, on the trainer's GPU.
+#: How weights reach a server (`weights.transport`): on a CPU, on another GPU, on the trainer's GPU.
 CPU_TRANSPORT, GPU_TRANSPORT, SAME_GPU_TRANSPORT = TRANSPORTS = ("gloo", "nccl", "ipc")
 
 
@@ -38,8 +38,8 @@ class Job(msgspec.Struct, frozen=True):
 
 
 class WorldMap(msgspec.Struct, frozen=True):
-    """All jobs of a run and what they share. `jobs` is in start order: servers first, trainer ranks last. `notes` say
-    what the plan decided by itself."""
+    """All jobs of a run and what they share. `jobs` is in start order: servers first, trainer ranks last. `notes` list
+    automatic decisions."""
 
     jobs: list[Job]
     device: Literal["cpu", "cuda"]

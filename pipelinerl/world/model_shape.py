@@ -157,7 +157,7 @@ def _attention(
 
 
 def guess_shape(name: str) -> ModelShape | None:
-    """A shape for a model whose files are not here, by the size in its name (`Qwen/Qwen2.5-7B`); None: it has none."""
+    """A guess by the size in the name of a model (`Qwen/Qwen2.5-7B`); None if it has none."""
     found = _SIZE_IN_NAME.search(name.replace("-", " ").replace("/", " ").replace("_", " "))
     if found is None:
         return None

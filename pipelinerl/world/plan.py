@@ -1,9 +1,9 @@
-"""Which job goes where: shares of the cluster become numbers of servers and trainer ranks, and those become jobs with
-node, GPUs, ports and cores.
+"""Placement: shares of the cluster become numbers of servers and trainer ranks, and these become jobs with node, GPUs,
+ports and cores.
 
 Shares are fractions of all GPUs, explicit counts (`world.num_*`), or lists of GPUs (`world.actor_gpus` and the like).
-Lists may overlap: jobs that share a GPU alternate with `world.placement=colocated`, and else work at the same time. A
-GPU of the actor's share carries one or several servers (`sharing`). The only GPU of a machine is shared by all.
+Lists may overlap: jobs that share a GPU alternate with `world.placement=colocated`, and otherwise run at the same time.
+A GPU of the actor's share runs one or several servers (`sharing`). A single GPU is shared by all.
 """
 
 from __future__ import annotations
@@ -83,7 +83,7 @@ def build_world_map(
 
 
 def _notes(config: RunConfig, split: _Split, jobs: list[Job]) -> list[str]:
-    """What the user did not ask for in so many words."""
+    """Decisions that the user did not make explicitly."""
     caches = {job.cache_bytes for job in jobs if job.kind == "actor_llm" and job.cache_bytes is not None}
     cache = f" (key-value cache {min(caches) / 2**30:.1f} GiB each)" if caches else ""
     if split.is_shared and config.world.placement != "colocated":
@@ -153,7 +153,7 @@ def _split_cluster(config: RunConfig, cluster: Cluster, model: ModelShape | None
 
 
 def _shares_the_only_gpu(world: WorldConfig, cluster: Cluster) -> bool:
-    """Whether servers and a trainer rank have to share one GPU, and nobody said that they may not."""
+    """Whether servers and a trainer rank have to share one GPU, and the configuration allows it."""
     wants_servers = world.actor_fraction > 0 or world.num_actor_llms is not None
     wants_both = wants_servers and (world.finetune_fraction > 0 or world.num_finetune_ranks is not None)
     has_reference = world.preprocessor_fraction > 0 or bool(world.num_preprocessor_llms)
@@ -171,8 +171,8 @@ def _parallel_size(config: RunConfig, kind: str) -> int:
 
 
 def _cpu_split(world: WorldConfig, pipeline_parallel: int) -> _Split:
-    """Without GPUs fractions have nothing to share: one of each that is asked for, unless `num_*` says more. The
-    workers of a parallel server share its cores."""
+    """Without GPUs there is nothing to split: one job per pool with a fraction above 0, unless `num_*` sets a count.
+    The workers of a parallel server share its cores."""
     if pipeline_parallel > 1:
         raise ConfigError(
             "vllm_config.vllm_kwargs.pipeline-parallel-size",
@@ -190,7 +190,7 @@ def _cpu_split(world: WorldConfig, pipeline_parallel: int) -> _Split:
 
 
 def _disaggregated_split(world: WorldConfig, cluster: Cluster, per_llm: int, per_gpu: _PerGpu) -> _Split:
-    """Every GPU has one owner. Servers get their proportional share in whole servers; the trainer gets the rest."""
+    """Every GPU has one owner. Servers get their share in whole servers; the trainer gets the rest."""
     total = cluster.num_gpus
     whole = world.actor_fraction + world.preprocessor_fraction + world.finetune_fraction
     if whole <= 0:
@@ -206,7 +206,7 @@ def _disaggregated_split(world: WorldConfig, cluster: Cluster, per_llm: int, per
     preprocessor = places(world.preprocessor_fraction, world.num_preprocessor_llms)
     actor = places(world.actor_fraction, world.num_actor_llms)
     servers = per_gpu(actor, max(ranks, total - (actor + preprocessor) * per_llm), False) if actor else 1
-    # A count is one of servers, a share is one of GPUs.
+    # `num_actor_llms` counts servers, a fraction counts GPUs.
     llms = actor if world.num_actor_llms is not None else actor * servers
     split = _Split("cuda", per_llm, llms, preprocessor, ranks, servers)
     if ranks and world.num_finetune_ranks is None:
@@ -318,14 +318,14 @@ class _Placer:
         return [list(machine.gpus) for machine in self._cluster.nodes]
 
     def _servers(self, kind: str, count: int, places: int, free: list[list[str]]) -> list[Job]:
-        """`count` servers on `places` places, the first ones on different GPUs, so that few rollouts keep all busy."""
+        """`count` servers on `places` places, the first ones on different GPUs, so that few rollouts use all GPUs."""
         taken = list[tuple[int, list[str]]]()
         if (listed := self._listed(f"{kind.removesuffix('_llm')}_gpus")) is not None:
             taken = [(0, [self._all_gpus()[0][number] for number in numbers]) for numbers in listed]
         elif self._split.device == "cuda":
             taken = [self._take(free) for _ in range(places)]
         else:
-            # From the last node on: the first ones have the trainer.
+            # Backwards from the last node: the trainer is on the first ones.
             nodes = self._cluster.world_size
             taken = [(nodes - 1 - idx % nodes, []) for idx in range(count)]
         jobs = []
@@ -343,7 +343,7 @@ class _Placer:
         return node, gpus
 
     def _listed(self, key: str) -> list[Any] | None:
-        """The user's list of GPUs of a pool; on a CPU such a list only says how many there are."""
+        """The user's list of GPUs of a pool; on a CPU only its length counts."""
         return getattr(self._config.world, key) if self._split.device == "cuda" else None
 
     def _services(self, kind: str, count: int) -> list[Job]:

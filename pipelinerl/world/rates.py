@@ -50,7 +50,7 @@ CARDS = {
     "4090": CardKind(23.5, 165 * _TERA, 1.01 * _TERA),
     "3090": CardKind(23.5, 71 * _TERA, 0.94 * _TERA),
 }
-#: A card of another kind: an A100's speed for want of anything better.
+#: Any other card is assumed to be as fast as an A100.
 UNKNOWN_CARD = CARDS["a100"]
 #: One core of a server's CPU in fp32, as PyTorch reaches it with the quickstart's model beside its server.
 _CPU_CORE_FLOPS, _CPU_BANDWIDTH = 12e9, 15e9
@@ -94,7 +94,7 @@ _MEASURED_CARDS = ("h200",)
 
 @dataclass(frozen=True)
 class Machine:
-    """What a job computes on: a kind of card, or so many cores."""
+    """What a job computes on: a GPU, or a number of CPU cores."""
 
     name: str
     memory_bytes: float
@@ -217,9 +217,9 @@ class StepForecast:
 
     @property
     def waits(self) -> str:
-        """Which side waits, and how long a step."""
+        """Which side waits, and for how long per step."""
         if self.step_s > 0.999 * (self.generate_s + self.train_s):
-            return f"they take turns: {self.generate_s:.2f} s of sampling, {self.train_s:.2f} s of training"
+            return f"they alternate: {self.generate_s:.2f} s of sampling, {self.train_s:.2f} s of training"
         if self.generate_s > self.train_s:
             return f"the trainer waits {self.generate_s - self.train_s:.2f} s of each step for samples"
         factor = self.train_s / max(self.generate_s, 1e-9)
@@ -231,8 +231,8 @@ class Layout:
     """How servers and trainer share the cards, and time.
 
     Attributes:
-        servers: in all; `on_card` of them on each of their cards, beside the trainer if `shared`.
-        turns: servers and trainer take turns.
+        servers: in all; `on_card` of them on each of their cards, next to the trainer if `shared`.
+        turns: servers and trainer alternate.
         mps: processes that share a card compute at the same time.
         ahead: batches under way at most while the trainer is the slower side, the one in training included.
         most_ahead: the same while the servers are.

@@ -1,8 +1,8 @@
-"""How many servers a GPU carries, and how much of its memory each one gets.
+"""How many servers share a GPU, and how much of its memory each one gets.
 
-One engine of vLLM is bound by its host process: with many short sequences of a small model the GPU waits for it.
-Several servers on the same GPU fill those gaps. Each gets a fixed key-value cache, because servers that measure free
-memory while others start disturb each other.
+With many short sequences of a small model, vLLM's host process is the bottleneck and the GPU waits for it. Several
+servers on one GPU fill those gaps. Each gets a fixed key-value cache, because measuring free memory is unreliable while
+other servers start.
 """
 
 from __future__ import annotations
@@ -87,7 +87,7 @@ class Needs:
         return room // servers - self.weights - OVERHEAD_BYTES
 
     def is_impossible(self, servers: int, with_rank: bool) -> bool:
-        """Whether servers without the room that they should have cannot work at all."""
+        """Whether servers with less room than they should have cannot work at all."""
         is_too_much = not with_rank or self.least_rank + servers * self.weights > self.gpu
         return self.is_counted and is_too_much
 
@@ -129,7 +129,7 @@ def free_cores(config: RunConfig, cluster: Cluster, gpus: int, ranks: int) -> in
 
 
 def servers_on_gpu(needs: Needs | None, cores: int, with_rank: bool) -> int:
-    """How many servers a GPU carries well (`world.servers_per_gpu=auto`).
+    """How many servers to run on a GPU (`world.servers_per_gpu=auto`).
 
     Args:
         needs: None: not known, and then one.
@@ -153,7 +153,7 @@ def servers_on_gpu(needs: Needs | None, cores: int, with_rank: bool) -> int:
 
 
 def with_memory(config: RunConfig, jobs: list[Job], needs: Needs | None) -> tuple[list[Job], list[str]]:
-    """Give servers that share their GPU, with each other or with a rank that works at the same time, a fixed cache.
+    """Give a fixed cache to servers that share their GPU with each other or with a concurrent rank.
 
     Returns:
         The jobs, and what may not fit.
