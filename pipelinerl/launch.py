@@ -35,7 +35,7 @@ from pipelinerl.run.model_folder import read_shape
 from pipelinerl.run.node import FindNodes, OpenNodes, Place, this_machine
 from pipelinerl.run.pool_command import forget_requests
 from pipelinerl.run.preflight import Start, check_dry_run, check_start
-from pipelinerl.run.processes import Event, Interrupted, Outcome, PoolAnswered, StreamFailed, signals_as_events
+from pipelinerl.run.processes import Event, Interrupted, Outcome, StreamFailed, signals_as_events
 from pipelinerl.run.restart import ExitPolicy, ServerKeeper, can_resume
 from pipelinerl.run.show import evaluation_report, print_evaluation, print_plan, print_result
 from pipelinerl.run.start import RunSession, build_command, enter
@@ -317,7 +317,7 @@ def supervise_jobs(session: RunSession, hub: StreamHub, open_nodes: OpenNodes) -
 def _follow_answers(session: RunSession, hub: StreamHub) -> Feed[PoolAnswer]:
     def listen(entry: Entry[PoolAnswer]) -> None:
         if entry.record.incarnation == session.identity.incarnation:
-            session.events.put(PoolAnswered(entry.record))
+            session.events.put(entry.record)
 
     def fail(error: BaseException) -> None:
         session.events.put(StreamFailed(f"launch: the trainer's answers on servers cannot be followed: {error}"))

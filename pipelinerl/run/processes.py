@@ -57,22 +57,10 @@ class ChildExited(msgspec.Struct, frozen=True):
 
 
 class Interrupted(msgspec.Struct, frozen=True):
-    """The launcher got a signal."""
+    """The launcher got a signal; with a `rank`, that node did, perhaps the same one: schedulers signal all nodes."""
 
     signum: int
-
-
-class NodeSignalled(msgspec.Struct, frozen=True):
-    """The launcher of another node got a signal, perhaps the same as this one: schedulers signal all nodes."""
-
-    rank: int
-    signum: int
-
-
-class PoolAnswered(msgspec.Struct, frozen=True):
-    """A message of the trainer about a server."""
-
-    answer: PoolAnswer
+    rank: int | None = None
 
 
 class StreamFailed(msgspec.Struct, frozen=True):
@@ -88,7 +76,7 @@ class NodeLost(msgspec.Struct, frozen=True):
     reason: str
 
 
-Event = ChildExited | Interrupted | NodeSignalled | PoolAnswered | StreamFailed | NodeLost
+Event = ChildExited | Interrupted | PoolAnswer | StreamFailed | NodeLost
 
 
 @contextmanager

@@ -33,7 +33,6 @@ from pipelinerl.run.processes import (
     Event,
     Interrupted,
     NodeLost,
-    NodeSignalled,
     Outcome,
     describe_exit,
 )
@@ -139,7 +138,7 @@ class RayNode:
                     self._events.put(ChildExited(child.name, code))
             if report.signum != signum and report.signum is not None:
                 signum = report.signum
-                self._events.put(NodeSignalled(self.rank, signum))
+                self._events.put(Interrupted(signum, self.rank))
 
 
 def _cause(error: Exception) -> str:

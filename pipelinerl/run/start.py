@@ -149,7 +149,8 @@ def inspect(config: RunConfig, is_locked_by_us: bool = False) -> Decision:
         continued = Decision("continue", run_dir, RunIdentity(run_id=old.run_id, incarnation=old.incarnation + 1))
         # Without a config the previous start ended before it did anything.
         started = load_config(run_dir.config_file) if run_dir.config_file.exists() else None
-        _refuse_finished(run_dir, old, started, config)
+        summary = _summary_of(run_dir)
+        _refuse_finished(run_dir, old, started, config, summary)
         if started is None:
             return continued
         if lost := lost_streams(run_dir):
@@ -162,7 +163,7 @@ def inspect(config: RunConfig, is_locked_by_us: bool = False) -> Decision:
         fixed = [change for change in changes if change.why_fixed]
         if not fixed:
             return replace(continued, changes=changes)
-        if not has_trained(run_dir, started):
+        if not _has_trained(run_dir, started, summary.get("steps")):
             return _moved_aside(run_dir, fresh, changes)
         also = f" Also changed and fixed: {'; '.join(map(str, fixed[1:]))}." if fixed[1:] else ""
         raise ConfigError(
@@ -236,14 +237,21 @@ def _in_use(run_dir: RunDir) -> ConfigError:
     return _refusal(run_dir, "a directory that no other launcher is using", next_step)
 
 
-def _refuse_finished(run_dir: RunDir, old: RunIdentity, started: RunConfig | None, config: RunConfig) -> None:
+def _summary_of(run_dir: RunDir) -> dict[str, Any]:
+    """What the previous start left when it ended; empty if nothing."""
     try:
-        summary: Any = json.loads(run_dir.summary_file.read_text(encoding="utf-8"))
+        summary = json.loads(run_dir.summary_file.read_text(encoding="utf-8"))
     except FileNotFoundError:
-        return
+        return {}
     except ValueError as error:
         raise ConfigError("output_dir", str(run_dir.summary_file), f"JSON text ({error})", _CHOOSE) from error
-    if not isinstance(summary, dict) or summary.get("status") != "completed":
+    return summary if isinstance(summary, dict) else {}
+
+
+def _refuse_finished(
+    run_dir: RunDir, old: RunIdentity, started: RunConfig | None, config: RunConfig, summary: Mapping[str, Any]
+) -> None:
+    if summary.get("status") != "completed":
         return
     if config.debug.mode == "evaluation":
         raise _refusal(run_dir, f"an unfinished evaluation; {run_dir.evaluation_file} has the results of it", _CHOOSE)
@@ -305,8 +313,8 @@ def _flat(data: dict[str, Any], prefix: str = "") -> dict[str, Any]:
     return flat
 
 
-def has_trained(run_dir: RunDir, config: RunConfig) -> bool:
-    """False if the run in `run_dir` has certainly not finished an optimizer step. It must not be running.
+def _has_trained(run_dir: RunDir, config: RunConfig, steps: int | None) -> bool:
+    """False if the run in `run_dir` has certainly not finished an optimizer step. `steps`: as its summary has it.
 
     A stage without a trainer (`debug.mode`) always counts as trained: its records are its result.
     """
@@ -315,10 +323,6 @@ def has_trained(run_dir: RunDir, config: RunConfig) -> bool:
     has_weights = folder.is_dir() and any(not file.name.startswith(".") for file in folder.iterdir())
     if not config.has_stage("finetune") or has_weights:
         return True
-    try:
-        steps = json.loads(run_dir.summary_file.read_text(encoding="utf-8")).get("steps")
-    except (OSError, ValueError, AttributeError):
-        steps = None  # the previous start ended before it counted them
     if steps or not backend_of(config.streams).is_on_disk:
         return bool(steps != 0)  # the records are in a server that is down: only the summary knows
     try:

@@ -16,6 +16,7 @@ from queue import Empty
 
 from pipelinerl.config.resources import SuperviseConfig
 from pipelinerl.errors import EXIT_RUN_FAILED, EXIT_USER_ERROR
+from pipelinerl.records import PoolAnswer
 from pipelinerl.run.last_error import LogPart, last_error, stack_note, user_error
 from pipelinerl.run.node import Node
 from pipelinerl.run.pool_command import PoolReply, PoolRequest, take_requests
@@ -26,9 +27,7 @@ from pipelinerl.run.processes import (
     Event,
     Interrupted,
     NodeLost,
-    NodeSignalled,
     Outcome,
-    PoolAnswered,
     StreamFailed,
     describe_exit,
 )
@@ -230,8 +229,8 @@ class Supervisor:
 
     def _handle(self, event: Event | None) -> Outcome | None:
         """The outcome of the run, if this event decides it."""
-        if isinstance(event, Interrupted | NodeSignalled):
-            self._is_signalled = isinstance(event, Interrupted)
+        if isinstance(event, Interrupted):
+            self._is_signalled = event.rank is None
             waits = long_waits(self._watched.values(), time.monotonic())
             reason = f"stopped by {signal.Signals(event.signum).name}{waits}"
             return Outcome("interrupted", reason, 128 + event.signum)
@@ -239,8 +238,8 @@ class Supervisor:
             return self._lose_node(event)
         if isinstance(event, StreamFailed):
             return Outcome("failed", event.reason, EXIT_RUN_FAILED, "launch")
-        if isinstance(event, PoolAnswered):
-            name, trouble = event.answer.name, self._keeper.on_answer(event.answer, time.monotonic())
+        if isinstance(event, PoolAnswer):
+            name, trouble = event.name, self._keeper.on_answer(event, time.monotonic())
             if trouble is not None and name in self._watched:
                 self._end_server(name, trouble)
             elif trouble is not None:
@@ -415,7 +414,7 @@ class Supervisor:
                 collect_s = self._config.heartbeat_timeout_s if is_silent else NODES_COLLECT_S
             left_s = started + collect_s - time.monotonic()
             event = self._next_event(left_s) if left_s > 0 else None
-            if left_s <= 0 or isinstance(event, Interrupted | NodeSignalled):
+            if left_s <= 0 or isinstance(event, Interrupted):
                 return None  # do not make the user wait for a better reason
             if isinstance(event, NodeLost) and not is_clear:
                 return event
@@ -451,7 +450,7 @@ class Supervisor:
             elif isinstance(event, NodeLost):
                 self._note_lost(event)
                 saving = [child for child in saving if child.is_alive]
-            elif isinstance(event, Interrupted):
+            elif isinstance(event, Interrupted) and event.rank is None:
                 if self._is_signalled:
                     return MIN_GRACE_S
                 self._is_signalled = True  # another node reported its signal first

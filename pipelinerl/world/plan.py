@@ -68,8 +68,9 @@ def build_world_map(
     """
     ports = ports or FreePorts(config, cluster.rank, reserve=False)
     split = _split_cluster(config, cluster, model)
-    needs = needs_of(config, cluster, model, split.finetune_ranks) if split.device == "cuda" else None
-    jobs, doubts = with_memory(config, _Placer(config, cluster, split, ports).jobs(), needs)
+    jobs, doubts = _Placer(config, cluster, split, ports).jobs(), list[str]()
+    if split.device == "cuda":
+        jobs, doubts = with_memory(config, jobs, needs_of(config, cluster, model, split.finetune_ranks))
     first_rank = next((job for job in jobs if job.kind == "finetune"), None)
     master_node = 0 if first_rank is None else first_rank.node_rank
     return WorldMap(

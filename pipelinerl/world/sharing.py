@@ -168,7 +168,7 @@ def with_memory(config: RunConfig, jobs: list[Job], needs: Needs | None) -> tupl
     notes = list[str]()
 
     def shared(job: Job) -> Job:
-        if kinds.get(job.kind) != "server" or not job.gpus:
+        if kinds.get(job.kind) != "server":
             return job
         gpus = [
             (users["server", job.node_rank, gpu], ranks_compute and users["rank", job.node_rank, gpu] > 0)

@@ -16,7 +16,7 @@ from pipelinerl.config.resources import SuperviseConfig
 from pipelinerl.run import watch
 from pipelinerl.run.last_error import LogPart
 from pipelinerl.run.node import Sighting
-from pipelinerl.run.processes import Child, ChildExited, Event, Interrupted, NodeLost, NodeSignalled
+from pipelinerl.run.processes import Child, ChildExited, Event, Interrupted, NodeLost
 from pipelinerl.run.restart import ExitPolicy, ServerKeeper, can_resume
 from pipelinerl.run.start import Command, RunSession
 from pipelinerl.run.watch import MIN_GRACE_S, Supervisor, Watched, long_waits
@@ -191,7 +191,7 @@ class SavingRun:
             if job.kind != "actor"
         }
         self.grace_s = grace_s
-        assert self.supervisor._handle(Interrupted(15) if is_signalled else NodeSignalled(1, 15)) is not None
+        assert self.supervisor._handle(Interrupted(15) if is_signalled else Interrupted(15, 1)) is not None
 
     def wait(self, *events: Event) -> tuple[float, bool]:
         """(grace of the other processes, whether the wait ended before its time)."""
@@ -223,7 +223,7 @@ def test_a_second_signal_does_not_wait() -> None:
     assert SavingRun().wait(Interrupted(15)) == (MIN_GRACE_S, True)
     assert SavingRun(is_signalled=False).wait(Interrupted(15), SAVED)[0] > MIN_GRACE_S
     assert SavingRun(is_signalled=False).wait(Interrupted(15), Interrupted(15)) == (MIN_GRACE_S, True)
-    assert SavingRun().wait(NodeSignalled(1, 15), NodeSignalled(2, 15), SAVED)[0] > MIN_GRACE_S
+    assert SavingRun().wait(Interrupted(15, 1), Interrupted(15, 2), SAVED)[0] > MIN_GRACE_S
 
 
 def test_nobody_waits_for_the_ranks_of_a_node_that_is_gone() -> None:
