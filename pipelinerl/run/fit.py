@@ -200,10 +200,10 @@ def _sum(*counted: tuple[int, Mapping[str, float]]) -> dict[str, float]:
 
 def faults_of(forecast: RunForecast) -> list[ConfigError]:
     """Why a run cannot work: not enough memory for weights, gradients and optimizer state."""
-    return [*_card_faults(forecast), *_server_faults(forecast)]
+    return [*_trainer_faults(forecast), *_server_faults(forecast)]
 
 
-def _card_faults(forecast: RunForecast) -> Iterator[ConfigError]:
+def _trainer_faults(forecast: RunForecast) -> Iterator[ConfigError]:
     room, trainer, config = forecast.hardware.machine.memory_bytes, forecast.trainer, forecast.config
     for use in forecast.uses:
         if use.least <= room or "rank" not in use.jobs:  # servers alone: see `_server_faults`
@@ -248,7 +248,13 @@ def _server_faults(forecast: RunForecast) -> Iterator[ConfigError]:
 
 def advice_text(forecast: RunForecast) -> str:
     """The smallest changes that make the trainer fit."""
-    found = nearest(forecast)
+    trainer, machine, layout, found = forecast.trainer, forecast.hardware.machine, forecast.layout, list[Remedy]()
+    if trainer is not None:
+        # Other jobs keep what they hold on the GPUs of the trainer.
+        own = trainer_memory(trainer).total
+        others = max((use.memory.total - own for use in forecast.uses if "rank" in use.jobs), default=0.0)
+        room, cards = machine.memory_bytes - max(0.0, others), max(1, forecast.cards - layout.servers // layout.on_card)
+        found = remedies(trainer, room, forecast.hardware.host_bytes, cards, longest_sample(forecast.config))
     if not found:
         return "Use a smaller model, or a machine with more memory."
     return "It fits with " + ", or ".join(f"{each.overrides} ({_gib(each.peak)})" for each in found[:3]) + "."
@@ -264,18 +270,6 @@ def _smaller_cache(forecast: RunForecast, use: CardUse) -> str | None:
         return f"Set vllm_config.vllm_kwargs.kv-cache-memory-bytes={int(server.cache_bytes * (1 - excess / cache))}."
     share = math.floor(100 * (server.share - excess / room)) / 100
     return f"Set vllm_config.vllm_kwargs.gpu-memory-utilization={share}."
-
-
-def nearest(forecast: RunForecast) -> list[Remedy]:
-    trainer, machine = forecast.trainer, forecast.hardware.machine
-    if trainer is None:
-        return []
-    # Other jobs keep what they hold on the GPUs of the trainer.
-    own = trainer_memory(trainer).total
-    beside = max((use.memory.total - own for use in forecast.uses if "rank" in use.jobs), default=0.0)
-    cards = max(1, forecast.cards - forecast.layout.servers // forecast.layout.on_card)
-    room = machine.memory_bytes - max(0.0, beside)
-    return remedies(trainer, room, forecast.hardware.host_bytes, cards, longest_sample(forecast.config))
 
 
 def lines_of(forecast: RunForecast) -> list[str]:
@@ -316,20 +310,19 @@ def better_split(forecast: RunForecast) -> str | None:
     trainer, server, step = forecast.trainer, forecast.server, forecast.step
     if trainer is None or server is None or step is None or forecast.cards < 2 or trainer.on_cpu:
         return None
-    room, best = forecast.hardware.machine.memory_bytes, None
-    current = step.step_s if forecast.fits else math.inf
+    room, splits = forecast.hardware.machine.memory_bytes, list[tuple[float, int, int]]()
     for ranks in range(1, forecast.cards):
         servers = (forecast.cards - ranks) // server.gpus * forecast.layout.on_card
-        other = replace(trainer, ranks=ranks)
-        if not servers or trainer_memory(other).total > room:
-            continue
-        layout = replace(forecast.layout, servers=servers, shared=False, turns=False)
-        found = step_forecast(other, server, layout, forecast.work, forecast.hardware.machine)
-        if best is None or found.step_s < best[0]:
-            best = (found.step_s, servers, ranks)
-    if best is None or best[0] >= _BETTER * current:
+        other, layout = (
+            replace(trainer, ranks=ranks),
+            replace(forecast.layout, servers=servers, shared=False, turns=False),
+        )
+        if servers and trainer_memory(other).total <= room:
+            found = step_forecast(other, server, layout, forecast.work, forecast.hardware.machine)
+            splits.append((found.step_s, servers, ranks))
+    seconds, servers, ranks = min(splits, key=lambda split: split[0], default=(math.inf, 0, 0))
+    if seconds >= _BETTER * (step.step_s if forecast.fits else math.inf):
         return None
-    seconds, servers, ranks = best
     several = f" world.servers_per_gpu={forecast.layout.on_card}" if forecast.layout.on_card > 1 else ""
     return (
         f"a better split: world.num_actor_llms={servers}{several} world.num_finetune_ranks={ranks} would take "

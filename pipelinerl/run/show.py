@@ -113,12 +113,15 @@ def print_result(outcome: Outcome, summary: Mapping[str, Any], run_dir: RunDir) 
             console.print(f"{label}: {path}", markup=False)
     if outcome.status == "completed":
         console.print("training is complete", markup=False)
-        return
+    _print_end(outcome, "run", _how_to_continue(run_dir))
+
+
+def _print_end(outcome: Outcome, what: str, how_to_continue: str) -> None:
     sys.stdout.flush()
     if outcome.status == "interrupted":
-        sys.stderr.write(f"the run was interrupted: {outcome.reason}\n{_how_to_continue(run_dir)}\n")
-    else:
-        sys.stderr.write(f"error: the run {outcome.status}: {outcome.reason}\n")
+        sys.stderr.write(f"the {what} was interrupted: {outcome.reason}\n{how_to_continue}\n")
+    elif outcome.status == "failed":
+        sys.stderr.write(f"error: the {what} failed: {outcome.reason}\n")
 
 
 def _about_best(summary: Mapping[str, Any]) -> str:
@@ -165,12 +168,7 @@ def print_evaluation(outcome: Outcome, results: Sequence[EvaluationResult], run_
         console.print(table)
         console.print(f"results: {run_dir.evaluation_file}", markup=False)
     console.print(f"rollouts: {typed('samples')} {run_dir.root}", markup=False)
-    sys.stdout.flush()
-    if outcome.status == "interrupted":
-        how = "The same command continues; finished rollouts are kept."
-        sys.stderr.write(f"the evaluation was interrupted: {outcome.reason}\n{how}\n")
-    elif outcome.status != "completed":
-        sys.stderr.write(f"error: the evaluation {outcome.status}: {outcome.reason}\n")
+    _print_end(outcome, "evaluation", "The same command continues; finished rollouts are kept.")
 
 
 def _evaluation_rows(result: EvaluationResult) -> Iterator[tuple[str, ...]]:
