@@ -113,7 +113,15 @@ def ray_here(
             "RAY_START_HOOK": f"{__name__}.{without_client_server.__name__}",
             "RAY_memory_monitor_refresh_ms": "0",  # else Ray kills the agent, and the node, once memory is short
         }
-        argv = _start_command(member, machine, own, f"{head}:{port}", port, folder)
+        head_options = [f"--port={port}", "--include-dashboard=false", "--no-monitor"]
+        argv = [
+            *(sys.executable, "-m", "ray.scripts.scripts", "start", "--block", "--disable-usage-stats"),
+            *(["--head", *head_options] if member.rank == 0 else [f"--address={head}:{port}"]),
+            *(f"--node-ip-address={own}", f"--num-gpus={len(machine.gpus)}", f"--num-cpus={machine.cores}"),
+            *(f"--object-store-memory={_STORE_BYTES}", "--include-log-monitor=false"),
+            *("--min-worker-port=0", "--max-worker-port=0"),  # any that is free
+            *(f"--labels={RANK_LABEL}={member.rank}", f"--temp-dir={folder}"),
+        ]
         child = spawn("ray", kept(argv), environ, folder, events)
         try:
             if member.rank == 0:
@@ -154,23 +162,6 @@ def serve_node(config: RunConfig, member: ClusterMember, machine: ClusterNode) -
 def without_client_server(parameters: Any, head: bool) -> None:
     """Hook of `ray start`, which has no option for this: no server for clients outside of the cluster."""
     parameters.ray_client_server_port = None
-
-
-def _start_command(
-    member: ClusterMember, machine: ClusterNode, own: str, head: str, port: int, folder: Path
-) -> list[str]:
-    where = ["--head", f"--port={port}", "--include-dashboard=false", "--no-monitor"]
-    return [
-        *(sys.executable, "-m", "ray.scripts.scripts", "start", "--block", "--disable-usage-stats"),
-        *(where if member.rank == 0 else [f"--address={head}"]),
-        f"--node-ip-address={own}",
-        f"--num-gpus={len(machine.gpus)}",
-        f"--num-cpus={machine.cores}",
-        f"--object-store-memory={_STORE_BYTES}",
-        *("--include-log-monitor=false", "--min-worker-port=0", "--max-worker-port=0"),  # 0: any that is free
-        f"--labels={RANK_LABEL}={member.rank}",
-        f"--temp-dir={folder}",
-    ]
 
 
 def _await_port(host: str, port: int, timeout_s: float, events: SimpleQueue[Any], ray: Child | None = None) -> str:

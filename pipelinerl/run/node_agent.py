@@ -100,17 +100,8 @@ class NodeAgent:
         launchers_environ: dict[str, str],
         folder: str,
     ) -> str | None:
-        """Make ready to start jobs. Returns why this node cannot.
-
-        Args:
-            rank: of this node.
-            root: directory of the run, with what the launcher wrote there.
-            identity: of the run.
-            num_nodes: of the run.
-            token: of the servers.
-            launchers_environ: the environment of the launcher.
-            folder: where the launcher works.
-        """
+        """Make ready to start jobs of the run in `root`. Returns why this node cannot. `folder`: where the launcher
+        works."""
         with suppress(OSError):  # relative paths mean what they mean at the launcher, where that folder is here
             os.chdir(folder)
         try:
