@@ -143,7 +143,7 @@ def device_of(args: argparse.Namespace) -> torch.device:
 async def dtype_of(server: Server) -> str:
     """The server's own name of its dtype."""
     async with control_session(server.token) as session:
-        return str((await ControlClient(session, "server", server.url).model_info())["dtype"])
+        return str((await ControlClient(session, "server", server.url).worker_call("pipelinerl_model_info"))["dtype"])
 
 
 def measure(server: Server, head: str, args: argparse.Namespace) -> None:

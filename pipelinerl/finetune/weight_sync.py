@@ -27,9 +27,9 @@ from pipelinerl.records import PoolAnswer, PoolChange, ServerDropped, ServerRead
 from pipelinerl.role import RoleContext
 from pipelinerl.streams.base import LAUNCHER, POOL_TOPIC, Entry
 from pipelinerl.streams.read import Feed
-from pipelinerl.weights.buffers import WeightSource, adapter_problems, coverage_problems
+from pipelinerl.weights.buffers import WeightSource, update_problems
 from pipelinerl.weights.link import ServerAddress
-from pipelinerl.weights.manifest import folder_checksum, local_folder, read_manifest
+from pipelinerl.weights.manifest import ServerModel, folder_checksum, local_folder, read_manifest
 from pipelinerl.weights.sync import ProbeResult, ProbeSequence, UpdateReport, WeightPublisher
 from pipelinerl.world.jobs import CPU_TRANSPORT, GPU_TRANSPORT
 
@@ -51,15 +51,10 @@ def check_checkpoint(backend: Backend, model_path: str) -> None:
     folder = local_folder(model_path)
     tensors = None if folder is None else read_manifest(folder)
     policy = backend.policy
-    if tensors is None:
-        return
-    sent = {meta.name: meta.shape for meta in backend.update_source().metadata()}
     tied = bool(getattr(policy.language_model.config.get_text_config(), "tie_word_embeddings", False))
-    if policy.sends_adapter:
-        problems = adapter_problems(tensors, sent, policy.adapter_config.r)
-    else:
-        problems = coverage_problems(tensors, sent, tied)
-    if problems:
+    rank = policy.adapter_config.r if policy.sends_adapter else None
+    sent = {meta.name: meta.shape for meta in backend.update_source().metadata()}
+    if problems := update_problems(ServerModel(tensors, tied, adapter_rank=rank), sent):
         raise ConfigError(
             "model_path",
             model_path,
@@ -262,10 +257,9 @@ class ServerPool:
         self._incarnation = incarnation
         self._wake = wake
         self._changed = threading.Condition()
-        self._planned = frozenset(names)
+        self._planned = set(names)
         self._generations = dict.fromkeys(names, 0)
         self._ready: set[str] = set()
-        self._removed: set[str] = set()
         self._last_error = ""
         self._failure: BaseException | None = None
 
@@ -294,7 +288,7 @@ class ServerPool:
                 )
 
     def _missing(self) -> list[str]:
-        return sorted(self._planned - self._removed - set(self.publisher.servers))
+        return sorted(self._planned - set(self.publisher.servers))
 
     def fail(self, error: BaseException) -> None:
         """The stream cannot be followed any more. The trainer learns of it when it asks for servers the next time."""
@@ -335,7 +329,7 @@ class ServerPool:
             else:
                 self._generations.pop(name, None)
             if change.event == "removed":
-                self._removed.add(name)
+                self._planned.discard(name)
             self._changed.notify_all()
         if change.event == "up":
             logger.info("%s was started (generation %d): it joins when it is up", name, change.generation)

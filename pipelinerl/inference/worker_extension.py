@@ -10,6 +10,7 @@ import os
 from collections.abc import Callable
 from typing import Any
 
+import msgspec
 import torch
 from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
 from vllm.lora.worker_manager import WorkerLoRAManager
@@ -66,4 +67,5 @@ class WeightUpdateExtension:
             rounded=[] if config.quantization else narrow_tensors(self.get_model(), config.dtype),
             base_checksum=folder_checksum(local_folder(config.model, config.revision)) if adapter else None,
         )
-        return model.to_wire()
+        answer: dict[str, Any] = msgspec.to_builtins(model)
+        return answer

@@ -19,6 +19,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
 import aiohttp
+import msgspec
 
 from pipelinerl.errors import WeightSyncError
 from pipelinerl.records.completion import weight_label
@@ -100,42 +101,9 @@ class ControlClient:
         # With mode=keep, clear_cache decides about the KV cache, whatever vLLM's documentation says.
         await self.post("/pause", params={"mode": "keep", "clear_cache": "false" if kv_cache == "keep" else "true"})
 
-    async def resume(self) -> None:
-        await self.post("/resume")
-
-    async def sleep(self, level: int) -> None:
-        """Leave the GPU. Level 1 keeps the weights in host memory, 2 drops them, 0 only pauses. No request may run."""
-        if level == 0:
-            await self.pause("keep")
-        else:
-            await self.post("/sleep", params={"level": str(level), "mode": "keep"})
-
-    async def wake(self, part: Literal["weights", "kv_cache"]) -> None:
-        """Take back one part of the GPU memory. A server that has both parts samples again."""
-        await self.post("/wake_up", params={"tags": part})
-
-    async def join_group(self, details: dict[str, Any]) -> None:
-        """Have the workers join the trainer's group (`transport.open_receiver`); returns when they have."""
-        await self.post("/init_weight_transfer_engine", json={"init_info": {"details": details}})
-
-    async def start_update(self) -> None:
-        await self.post("/start_weight_update")
-
-    async def receive_update(self, update_info: dict[str, Any]) -> None:
-        """Have the workers receive the tensors of `update_info` (`buffers.update_info_of`); returns when they have."""
-        await self.post("/update_weights", json={"update_info": update_info})
-
-    async def finish_update(self, version: int) -> None:
-        """Put the received weights in place under the label `version`."""
-        await self.post("/finish_weight_update", json={"weight_version": weight_label(version)})
-
     async def worker_call(self, method: str) -> Any:
         """Call a method of `inference.worker_extension` in every worker; returns the answer of the first one."""
         return (await self.post("/collective_rpc", json={"method": method}))["results"][0]
-
-    async def world_size(self) -> int:
-        """Number of workers of the server."""
-        return int((await self.get("/get_world_size"))["world_size"])
 
     async def prompt_logprobs(self, token_ids: list[int]) -> list[float]:
         """Log-probs of `token_ids[1:]` in nats at temperature 1, computed in one full forward pass.
@@ -253,18 +221,16 @@ class ServerLink:
         async with self._attempt("connect"):
             self.close()
             await self.client.worker_call("pipelinerl_abort_update")
-            self.model = ServerModel.from_wire(await self.client.worker_call("pipelinerl_model_info"))
+            self.model = msgspec.convert(await self.client.worker_call("pipelinerl_model_info"), ServerModel)
             if self.model.rounded:
                 text = (
                     "%s rounds %d tensors, such as %s, to fewer bits than %s has: its policy differs from the trainer's"
                 )
                 logger.warning(text, self.name, len(self.model.rounded), self.model.rounded[0], self.model.dtype)
             self._sender = sender = self._make_sender()
-            details = sender.prepare(await self.client.world_size())
-            await _together(
-                self.client.join_group(details),
-                _in_thread(f"weights-join-{self.name}", sender.join),
-            )
+            details = sender.prepare(int((await self.client.get("/get_world_size"))["world_size"]))
+            joining = self.client.post("/init_weight_transfer_engine", json={"init_info": {"details": details}})
+            await _together(joining, _in_thread(f"weights-join-{self.name}", sender.join))
             self.error = None
 
     async def update(self, version: int, update_info: dict[str, Any]) -> ServerUpdate:
@@ -279,37 +245,44 @@ class ServerLink:
                 weights would kill its engine.
         """
         seconds: dict[str, float] = {}
+        post = self.client.post
         async with self._attempt("pause"):
             with self._timed("pause", seconds):
                 if self._asleep:
                     # Before the pause, because a server that has woken completely resumes.
-                    await self.client.wake("weights")
+                    await post("/wake_up", params={"tags": "weights"})
                 await self.client.pause(self._kv_cache)
             with self._timed("start", seconds):
-                await self.client.start_update()
+                await post("/start_weight_update")
             with self._timed("transfer", seconds):
-                receiving = self.client.receive_update(update_info)
+                receiving = post("/update_weights", json={"update_info": update_info})
                 await _together(receiving, _in_thread(f"weights-send-{self.name}", self._send_buffers))
             with self._timed("load", seconds):
-                await self.client.finish_update(version)
+                await post("/finish_weight_update", json={"weight_version": weight_label(version)})
                 if self.model.adapter_rank is not None:
                     # vLLM would do it at the next step, where an error ends the engine.
                     await self.client.worker_call("pipelinerl_load_adapter")
             with self._timed("resume", seconds):
                 if self._asleep:
-                    await self.client.wake("kv_cache")
+                    await post("/wake_up", params={"tags": "kv_cache"})
                     self._asleep = False
-                await self.client.resume()
+                await post("/resume")
         return ServerUpdate(self.name, seconds)
 
     async def sleep(self, level: int) -> None:
-        """Let the server leave its GPU (see `ControlClient.sleep`) until the next update.
+        """Let the server leave its GPU until the next update. No request may run.
+
+        Args:
+            level: 1 keeps the weights in host memory, 2 drops them, 0 only pauses.
 
         Raises:
             WeightSyncError: it did not answer in time, or its answer is quoted.
         """
         async with self._attempt("sleep"):
-            await self.client.sleep(level)
+            if level == 0:
+                await self.client.pause("keep")
+            else:
+                await self.client.post("/sleep", params={"level": str(level), "mode": "keep"})
             self._asleep = level > 0
 
     def begin_round(self) -> None:

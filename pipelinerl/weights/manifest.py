@@ -6,10 +6,9 @@ import hashlib
 import json
 import re
 import struct
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
+
+import msgspec
 
 Shape = tuple[int, ...]
 
@@ -26,8 +25,7 @@ CHECKSUM_BLOCKS = 64
 CHECKSUM_BLOCK_BYTES = 64 * 1024
 
 
-@dataclass(frozen=True)
-class ServerModel:
+class ServerModel(msgspec.Struct, frozen=True):
     """What a server says of its model.
 
     Attributes:
@@ -39,22 +37,12 @@ class ServerModel:
         rounded: tensors that it keeps in fewer bits than `dtype` has, whatever it is sent.
     """
 
-    tensors: Mapping[str, Shape] | None = None
+    tensors: dict[str, Shape] | None = None
     tied: bool = False
     dtype: str | None = None
     adapter_rank: int | None = None
     base_checksum: str | None = None
-    rounded: Sequence[str] = field(default_factory=list)
-
-    @classmethod
-    def from_wire(cls, info: Mapping[str, Any]) -> ServerModel:
-        known = {name: info[name] for name in cls.__dataclass_fields__ if name in info}
-        if known.get("tensors") is not None:
-            known["tensors"] = {name: tuple(shape) for name, shape in known["tensors"].items()}
-        return cls(**known)
-
-    def to_wire(self) -> dict[str, Any]:
-        return asdict(self)
+    rounded: list[str] = []
 
 
 def local_folder(model: str, revision: str | None = None) -> Path | None:

@@ -349,7 +349,7 @@ class WeightPublisher:
             link.abandon(reason)
 
     def sleep(self, level: int) -> None:
-        """Let all servers leave their GPUs until the next `publish` (see `ControlClient.sleep`); no request may run.
+        """Let all servers leave their GPUs until the next `publish` (see `ServerLink.sleep`); no request may run.
 
         Raises:
             WeightSyncError: a server did not.

@@ -135,13 +135,13 @@ async def test_w1_an_incomplete_update_fails_and_a_complete_one_repairs_it(serve
     async with control_session(server.token) as session:
         client = ControlClient(session, "server", server.url)
         with pytest.raises(WeightSyncError, match="500"):
-            await client.finish_update(1)
+            await client.post("/finish_weight_update", json={"weight_version": "1"})
         await client.worker_call("pipelinerl_abort_update")
         await client.pause("keep")
-        await client.start_update()
+        await client.post("/start_weight_update")
         with pytest.raises(WeightSyncError, match="not initialized"):
-            await client.receive_update(update_info_of(metas, 1000, pass_id=1))
-        assert (await client.world_size()) == 1
+            await client.post("/update_weights", json={"update_info": update_info_of(metas, 1000, pass_id=1)})
+        assert await client.get("/get_world_size") == {"world_size": 1}
     await asyncio.to_thread(publish, server, 21, random_model())
     assert generate(server)["choices"][0]["weight_versions"][0]["version"] == "21"
 

@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from types import TracebackType
 from typing import Any, Literal
 
+import msgspec
 import torch
 from aiohttp import web
 
@@ -203,7 +204,7 @@ class FakeServer:
     async def _rpc(self, request: web.Request) -> web.Response:
         method = (await request.json())["method"]
         if method == "pipelinerl_model_info":
-            return web.json_response({"results": [self._model().to_wire()]})
+            return web.json_response({"results": [msgspec.to_builtins(self._model())]})
         if method == "pipelinerl_abort_update":
             was_open, self._open = self._open, False
             self._leave_group()

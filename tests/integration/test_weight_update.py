@@ -107,14 +107,16 @@ def send_without_checks(server: VLLMProcess, model: torch.nn.Module, keep: Any) 
         sender, pass_id = open_sender(SenderOptions("gloo", "127.0.0.1", None, 60)), 7
         await client.worker_call("pipelinerl_abort_update")
         details = sender.prepare(1)
-        await asyncio.gather(client.join_group(details), asyncio.to_thread(sender.join))
+        joining = client.post("/init_weight_transfer_engine", json={"init_info": {"details": details}})
+        await asyncio.gather(joining, asyncio.to_thread(sender.join))
         await client.pause("keep")
-        await client.start_update()
+        await client.post("/start_weight_update")
         metas = [TensorMeta(name, tensor.dtype, tuple(tensor.shape)) for name, tensor in tensors]
         buffer = pack([tensor for _, tensor in tensors], mark_of(pass_id, 0, payload_bytes(metas)))
         info = update_info_of(metas, DEFAULT_CHUNK_BYTES, pass_id)
-        await asyncio.gather(client.receive_update(info), asyncio.to_thread(sender.send, buffer))
-        await client.finish_update(99)
+        receiving = client.post("/update_weights", json={"update_info": info})
+        await asyncio.gather(receiving, asyncio.to_thread(sender.send, buffer))
+        await client.post("/finish_weight_update", json={"weight_version": "99"})
 
     with_client(server, run)
 
