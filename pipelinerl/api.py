@@ -24,16 +24,8 @@ import msgspec
 
 from pipelinerl.analysis.evaluate import default_output
 from pipelinerl.analysis.sample_view import rows
-from pipelinerl.analysis.samples import read_records
-from pipelinerl.analysis.select import (
-    TRAINING,
-    Order,
-    Wanted,
-    choose,
-    evaluation_source,
-    find_evaluations,
-    samples_of_step,
-)
+from pipelinerl.analysis.samples import evaluations_of, read_records
+from pipelinerl.analysis.select import Order, Wanted, choose, samples_of_step
 from pipelinerl.config.compose import DEFAULT_CONFIG
 from pipelinerl.errors import EXIT_USER_ERROR, ConfigError, PipelineRLError, UserError
 from pipelinerl.records import EvaluationResult
@@ -190,13 +182,11 @@ class Run:
             raise ConfigError("step", step, "nothing with evaluation=True: no step trains on evaluations", "Remove it.")
         with open_streams(self._run) as streams:
             ids = None if step is None else samples_of_step(streams, step)
-            wanted = Wanted(order, count, dataset, version, sample_ids=ids)
-            is_alone = self._run.config.debug.mode == "evaluation"
-            made = find_evaluations(streams, is_continued=is_alone) if evaluation or is_alone else None
-            source = TRAINING if made is None else evaluation_source(made, wanted, False, False)
-            chosen, _ = choose(streams, wanted, source)
+            made = evaluations_of(self._run, streams, evaluation)
+            wanted = Wanted(order, count, dataset, version, sample_ids=ids, evaluations=made)
+            chosen, _ = choose(streams, wanted)
             decoder, _ = token_text(self._run.config, self._run.run_dir)
-            records = read_records(streams, chosen, made, decoder, max_chars=0)
+            records = read_records(streams, wanted, chosen, decoder, max_chars=0)
             return _table([row for record in records for row in rows(record)])
 
     def __repr__(self) -> str:

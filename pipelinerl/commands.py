@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from argparse import ArgumentTypeError
 from pathlib import PurePath
 
 #: Name -> (module with `main(argv) -> int`, one line of help).
@@ -32,3 +33,17 @@ def typed(command: str = "") -> str:
     if PurePath(sys.argv[0]).name.removesuffix(".exe") == "pipelinerl":
         return f"pipelinerl {command}".rstrip()
     return "python -m pipelinerl.launch" if command == "launch" else f"python -m pipelinerl {command}".rstrip()
+
+
+def whole_number(text: str) -> int:
+    """The type of an option that counts from 0."""
+    if not (text.isascii() and text.isdecimal()):
+        raise ArgumentTypeError(f"expected a whole number, got {text!r}")
+    return int(text)
+
+
+def positive(text: str) -> int:
+    """The type of an option that counts from 1."""
+    if (number := whole_number(text)) == 0:
+        raise ArgumentTypeError("expected a whole number of at least 1, got 0")
+    return number

@@ -26,6 +26,7 @@ from benchmark_common import REPOSITORY, SHAPES, environment, graphs_override, r
 from benchmark_runs import last_line, run_bounded
 from league_task import TASKS
 
+from pipelinerl.commands import positive
 from pipelinerl.tiny.build import build_tiny_model
 
 SCRIPTS = Path(__file__).resolve().parent
@@ -270,14 +271,8 @@ def _listed(known: Sequence[str]) -> Any:
     return parse
 
 
-def _positive(text: str) -> int:
-    if not text.isdecimal() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"got {text!r}, expected a whole number of at least 1")
-    return int(text)
-
-
 def _servers(text: str) -> int | str:
-    return text if text == "auto" else _positive(text)
+    return text if text == "auto" else positive(text)
 
 
 def arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
@@ -286,8 +281,8 @@ def arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--size", choices=sorted(SHAPES), help="a random model with this many billion weights")
     parser.add_argument("--tasks", type=_listed(tuple(TASKS)), default=list(TASKS), help="sums,stories")
     parser.add_argument("--systems", type=_listed(SYSTEMS), default=list(SYSTEMS), help="ours,trl")
-    parser.add_argument("--repeats", type=_positive, default=3)
-    parser.add_argument("--steps", type=_positive, default=40, help="optimizer steps of a run, at least 2")
+    parser.add_argument("--repeats", type=positive, default=3)
+    parser.add_argument("--steps", type=positive, default=40, help="optimizer steps of a run, at least 2")
     parser.add_argument("--learning-rate", type=float, default=2e-5)
     parser.add_argument("--servers-per-gpu", type=_servers, default="auto", help="of ours: a number, or auto")
     parser.add_argument("--timeout-s", type=float, default=1800, help="of each run, its start included")

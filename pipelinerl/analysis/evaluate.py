@@ -15,7 +15,7 @@ from typing import Any
 
 import yaml
 
-from pipelinerl.commands import typed
+from pipelinerl.commands import positive, typed
 from pipelinerl.config.agent import PROMPT_LOADER, found_file, settle_agent
 from pipelinerl.config.compose import DEFAULT_CONFIG, ComposedConfig, compose, compose_plain
 from pipelinerl.config.load import load_config, save_composable
@@ -66,7 +66,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "-k",
         "--samples",
-        type=_positive,
+        type=positive,
         metavar="K",
         help="samples of each problem; actor.test_samples limits the problems only if there is one set",
     )
@@ -76,12 +76,6 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--config-dir", metavar="DIR", help="folder with your configurations and your task's code")
     return parser
-
-
-def _positive(text: str) -> int:
-    if not (text.isascii() and text.isdecimal() and int(text)):
-        raise argparse.ArgumentTypeError(f"expected a whole number from 1 on, got {text!r}")
-    return int(text)
 
 
 def evaluation_config(args: argparse.Namespace, overrides: Sequence[str], folder: Path) -> ComposedConfig:

@@ -1,4 +1,4 @@
-"""The command `samples`: show what the model said in a run. Works on running runs too, and only reads."""
+"""The command `samples`: show what the model said in a run. Works on running runs and changes nothing."""
 
 from __future__ import annotations
 
@@ -19,21 +19,19 @@ from pipelinerl.analysis.sample_view import (
     render,
 )
 from pipelinerl.analysis.select import (
-    TRAINING,
     Candidate,
     Evaluations,
     Order,
     Seen,
     Wanted,
     choose,
-    evaluation_source,
     fates_of,
     find_evaluations,
     load,
     load_evaluations,
     samples_of_step,
 )
-from pipelinerl.commands import typed
+from pipelinerl.commands import positive, typed, whole_number
 from pipelinerl.errors import EXIT_RUN_FAILED, ConfigError, StreamError
 from pipelinerl.streams.hub import StreamHub
 from pipelinerl.streams.open_run import StartedRun, find_run, open_streams
@@ -130,6 +128,7 @@ def _end_output() -> None:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog=typed("samples"),
+        usage="%(prog)s RUN_DIR [options]",
         description="Show rollouts of a run as text, turn by turn: what the model was given, what it said, the reward, "
         "the policy versions that sampled it, and what became of it; rollouts of training, or with --evaluation those "
         "on held-out problems. Special tokens are shown; control characters are shown as escapes (\\x1b). Text is that "
@@ -142,7 +141,7 @@ def _parser() -> argparse.ArgumentParser:
     order = parser.add_mutually_exclusive_group()
     for name, line in _ORDERS.items():
         order.add_argument(
-            f"--{name}", nargs="?", type=_positive, const=_COUNT, metavar="N", help=f"{line}; N is {_COUNT} if left out"
+            f"--{name}", nargs="?", type=positive, const=_COUNT, metavar="N", help=f"{line}; N is {_COUNT} if left out"
         )
     parser.add_argument("--evaluation", action="store_true", help="rollouts of evaluations instead of training")
     kind = parser.add_mutually_exclusive_group()
@@ -155,11 +154,11 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--dataset", metavar="NAME", help="only rollouts of this data set")
     parser.add_argument(
         "--version",
-        type=_number,
+        type=whole_number,
         metavar="K",
         help="only rollouts with tokens of policy version K; with --evaluation: of the evaluation due at version K",
     )
-    parser.add_argument("--step", type=_positive, metavar="K", help="only rollouts in the batch of optimizer step K")
+    parser.add_argument("--step", type=positive, metavar="K", help="only rollouts in the batch of optimizer step K")
     parser.add_argument(
         "--group",
         metavar="ID",
@@ -167,7 +166,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument(
         "--max-chars",
-        type=_number,
+        type=whole_number,
         metavar="N",
         help=f"characters of each turn, its beginning and its end; 0: all. {_MAX_CHARS} if left out, all with --json",
     )
@@ -186,24 +185,9 @@ def _contradiction(args: argparse.Namespace) -> str | None:
     return None
 
 
-def _number(text: str) -> int:
-    if not (text.isascii() and text.isdecimal()):
-        raise argparse.ArgumentTypeError(f"expected a whole number, got {text!r} (RUN_DIR stands before the options)")
-    return int(text)
-
-
-def _positive(text: str) -> int:
-    if (number := _number(text)) == 0:
-        raise argparse.ArgumentTypeError("expected a whole number from 1 on, got 0")
-    return number
-
-
 def _show(run: StartedRun, streams: StreamHub, args: argparse.Namespace) -> None:
-    wanted = _wanted(args, streams)
-    is_alone = run.config.debug.mode == "evaluation"
-    made = find_evaluations(streams, is_continued=is_alone) if args.evaluation else None
-    source = TRAINING if made is None else evaluation_source(made, wanted, args.failed, args.no_success)
-    chosen, seen = choose(streams, wanted, source)
+    wanted = _wanted(args, run, streams)
+    chosen, seen = choose(streams, wanted)
     if not chosen:
         raise nothing_found(run, wanted, args, seen)
     decoder, reason = token_text(run.config, run.run_dir)
@@ -217,30 +201,34 @@ def _show(run: StartedRun, streams: StreamHub, args: argparse.Namespace) -> None
     elif not args.json:
         legend = EVALUATION_LEGEND if args.evaluation else LEGEND
         print(f"\x1b[2m{legend}\x1b[0m" if has_colors else legend)
-    for record in read_records(streams, chosen, made, decoder, max_chars):
+    for record in read_records(streams, wanted, chosen, decoder, max_chars):
         for line in json_lines(record) if args.json else ("", render(record, has_colors)):
             print(line)
     sys.stdout.flush()
 
 
 def read_records(
-    streams: StreamHub,
-    chosen: Sequence[Candidate],
-    made: Evaluations | None,
-    decoder: TokenText | None,
-    max_chars: int,
+    streams: StreamHub, wanted: Wanted, chosen: Sequence[Candidate], decoder: TokenText | None, max_chars: int
 ) -> Iterator[Record]:
-    """What to show of the chosen rollouts, of each text at most `max_chars` characters (0: all); `made` if they are of
-    evaluations. Raises StreamError if one cannot be read."""
-    if made is None:
+    """What to show of the chosen rollouts, of each text at most `max_chars` characters (0: all).
+
+    Raises StreamError if one cannot be read.
+    """
+    if wanted.evaluations is None:
         fates = fates_of(streams, chosen)
         yield from (record_of(each, decoder, fates, max_chars) for each in load(streams, chosen))
     else:
         for each in load_evaluations(streams, chosen):
-            yield record_of_evaluation(each, made.has_result(each), decoder, max_chars)
+            yield record_of_evaluation(each, wanted.evaluations.has_result(each), decoder, max_chars)
 
 
-def _wanted(args: argparse.Namespace, streams: StreamHub) -> Wanted:
+def evaluations_of(run: StartedRun, streams: StreamHub, is_asked_for: bool) -> Evaluations | None:
+    """For `Wanted.evaluations`; a run that only evaluates has no other rollouts."""
+    is_alone = run.config.debug.mode == "evaluation"
+    return find_evaluations(streams, is_continued=is_alone) if is_asked_for or is_alone else None
+
+
+def _wanted(args: argparse.Namespace, run: StartedRun, streams: StreamHub) -> Wanted:
     given = [name for name in _ORDERS if getattr(args, name) is not None]
     order = given[0] if given else "last"
     count = getattr(args, order) if given else None if args.group is not None else _COUNT
@@ -251,4 +239,7 @@ def _wanted(args: argparse.Namespace, streams: StreamHub) -> Wanted:
         version=args.version,
         name=args.group,
         sample_ids=None if args.step is None else samples_of_step(streams, args.step),
+        evaluations=evaluations_of(run, streams, args.evaluation),
+        only_failed=args.failed,
+        no_success=args.no_success,
     )

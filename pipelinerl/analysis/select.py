@@ -1,13 +1,13 @@
-"""Selects recorded rollouts of training or evaluation by place, reward, data set, version, step or id.
+"""Selects recorded rollouts of training or evaluation by position, reward, data set, version, step or id.
 
-Only heads are decoded until the selection is made, then the selected groups, one at a time. The newest rollouts are
-found from the end of the stream. Running runs can be read too; nothing is waited for.
+Only heads are decoded for the selection, then the selected groups, one at a time. The newest rollouts are found from
+the end of the stream. Works on running runs; never waits.
 """
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from heapq import nlargest
 from itertools import islice
@@ -75,7 +75,7 @@ def rollout_of(group: StoredGroup, rollout_id: str) -> StoredRollout:
 
 
 def places_in_group(group: Any) -> list[str]:
-    """Ids of the rollouts of a group, or of a head of one, by place: those with a summary, then those that only samples
+    """Ids of the rollouts of a group (or its head) by place: those with a summary, then those that only samples
     name."""
     names = [*(each.rollout_id for each in group.rollouts), *(each.rollout_id for each in group.samples)]
     return list(dict.fromkeys(names))
@@ -86,7 +86,7 @@ Order = Literal["last", "first", "best", "worst"]
 
 @dataclass(frozen=True, slots=True)
 class Candidate:
-    """One rollout: the group at `offset` of the stream, its place in that group, and what it is chosen by."""
+    """One rollout: the record at `offset` of the stream, its place in it, and what it is chosen by."""
 
     offset: int
     place: int
@@ -96,10 +96,27 @@ class Candidate:
 
 
 @dataclass(frozen=True)
+class Evaluations:
+    """Evaluations that have a result: by due version and whether it was the final one, the starts of the run that made
+    it."""
+
+    made: dict[tuple[int, bool], set[int]] = field(default_factory=dict)
+
+    def has_result(self, rollout: EvaluationRollout) -> bool:
+        return rollout.incarnation in self.made.get((rollout.due_version, rollout.is_final), ())
+
+    def is_repeated(self, rollout: EvaluationRollout) -> bool:
+        """Whether its evaluation was cut off and made again."""
+        return (rollout.due_version, rollout.is_final) in self.made and not self.has_result(rollout)
+
+
+@dataclass(frozen=True)
 class Wanted:
     """Which rollouts: the filters, all of which must hold, then `count` of what is left (None: all) in `order`.
 
-    `name` is the id of a group, a rollout or a sample; `sample_ids` are those of one optimizer step.
+    `name` is the id of a group, a rollout or a sample; `sample_ids` are those of one optimizer step. With `evaluations`
+    they are rollouts of evaluations instead of training: `version` is then the one that an evaluation was due at,
+    `only_failed` and `no_success` (which includes failed ones) filter them by their end.
     """
 
     order: Order = "last"
@@ -108,6 +125,9 @@ class Wanted:
     version: int | None = None
     name: str | None = None
     sample_ids: frozenset[str] | None = None
+    evaluations: Evaluations | None = None
+    only_failed: bool = False
+    no_success: bool = False
 
     def rollouts(self, offset: int, group: GroupHead) -> Iterator[Candidate]:
         """The rollouts of `group` that pass the filters, in its order."""
@@ -130,10 +150,20 @@ class Wanted:
                     reward = sum(sample.reward for sample in samples) / len(samples)
                 yield Candidate(offset, place, rollout_id, reward, ids)
 
+    def accepts(self, rollout: EvaluationRollout, evaluations: Evaluations) -> bool:
+        """Whether a rollout of an evaluation passes the filters on its end."""
+        if self.order in ("best", "worst") and rollout.summary is None:
+            return False  # no reward
+        if self.only_failed and not rollout.failure:
+            return False
+        if self.no_success and rollout.summary is not None and rollout.summary.success:
+            return False
+        return self.name is not None or not evaluations.is_repeated(rollout)
+
 
 @dataclass
 class Seen:
-    """What was looked at, for the message when nothing was found. `versions` are the lowest and the highest."""
+    """What was searched, for the message when nothing was found. `versions` are the lowest and the highest."""
 
     groups: int = 0
     datasets: set[str] = field(default_factory=set)
@@ -148,35 +178,16 @@ class Seen:
                 self.versions = min(low, span.version), max(high, span.version)
 
 
-@dataclass(frozen=True)
-class Source:
-    """A stream of the actor that rollouts are chosen from.
+def choose(streams: StreamHub, wanted: Wanted) -> tuple[list[Candidate], Seen]:
+    """The rollouts that `wanted` asks for, and what was searched for them.
 
-    `as_group` makes a group of the head of a record; `wants` says whether it may be chosen; `ids_repeat`: several
-    records may be of the same group.
-    """
-
-    topic: str
-    head_type: Any
-    as_group: Callable[[Any], GroupHead]
-    wants: Callable[[Any], bool]
-    ids_repeat: bool
-
-
-TRAINING = Source(ACTOR_TOPIC, GroupHead, lambda group: group, lambda group: True, ids_repeat=False)
-
-
-def choose(streams: StreamHub, wanted: Wanted, source: Source = TRAINING) -> tuple[list[Candidate], Seen]:
-    """The rollouts that `wanted` asks for, and what was looked at to find them.
-
-    By reward, the first one is the best or the worst, of equal ones the newest; else they are in the order of the
-    stream.
+    By reward, the best or the worst comes first, of equal ones the newest; otherwise they are in stream order.
 
     Raises:
         StreamError: a record cannot be read, with file, offset and reason.
     """
     seen = Seen()
-    places = streams.places(source.topic, ACTOR)
+    places = streams.places(ACTOR_TOPIC if wanted.evaluations is None else EVALUATION_ROLLOUTS_TOPIC, ACTOR)
     if not places:
         return [], seen
     count = wanted.count
@@ -187,10 +198,10 @@ def choose(streams: StreamHub, wanted: Wanted, source: Source = TRAINING) -> tup
         index, width = len(places), 1
         while index > 0 and len(found) < count:
             index = max(0, index - width)
-            found = [*_matching(streams, source, wanted, seen, places[index], end), *found][-count:]
+            found = [*_matching(streams, wanted, seen, places[index], end), *found][-count:]
             end, width = places[index], width * 2
         return found, seen
-    matching = _matching(streams, source, wanted, seen, places[0], None)
+    matching = _matching(streams, wanted, seen, places[0], None)
     if wanted.order in ("best", "worst"):
         sign = 1 if wanted.order == "best" else -1
 
@@ -203,27 +214,57 @@ def choose(streams: StreamHub, wanted: Wanted, source: Source = TRAINING) -> tup
     return list(matching if count is None else deque(matching, count)), seen
 
 
-def _matching(
-    streams: StreamHub, source: Source, wanted: Wanted, seen: Seen, start: int, end: int | None
-) -> Iterator[Candidate]:
-    """The rollouts that pass the filters, in the order of the stream."""
-    for entry in read_entries(streams, source.topic, ACTOR, source.head_type, start, end):
-        group = source.as_group(entry.record)
-        seen.add(group)
-        found = list(wanted.rollouts(entry.offset, group)) if source.wants(entry.record) else []
+def _matching(streams: StreamHub, wanted: Wanted, seen: Seen, start: int, end: int | None) -> Iterator[Candidate]:
+    """The rollouts that pass the filters, in stream order."""
+    if (evaluations := wanted.evaluations) is not None:
+        for entry in read_entries(streams, EVALUATION_ROLLOUTS_TOPIC, ACTOR, EvaluationRollout, start, end):
+            group = _as_group(entry.record)
+            seen.add(group)
+            if wanted.accepts(entry.record, evaluations):
+                yield from wanted.rollouts(entry.offset, group)
+        return
+    for entry in read_entries(streams, ACTOR_TOPIC, ACTOR, GroupHead, start, end):
+        seen.add(entry.record)
+        found = list(wanted.rollouts(entry.offset, entry.record))
         yield from found
-        if found and wanted.name is not None and not source.ids_repeat:
+        if found and wanted.name is not None:
             return  # an id is in one group only
 
 
+def _as_group(rollout: EvaluationRollout) -> GroupHead:
+    """One rollout in the form of a group. Its version is the one that it was due at, even if it failed."""
+    due = [VersionSpan(rollout.due_version, 0, 0)]
+    reward = rollout.summary.reward if rollout.summary else 0.0
+    names = [sample.id for sample in rollout.samples] or [rollout.id]
+    return GroupHead(
+        id=rollout.group_id,
+        dataset_name=rollout.dataset_name,
+        samples=[SampleHead(id=name, rollout_id=rollout.id, reward=reward, version_spans=due) for name in names],
+        rollouts=[RolloutHead(rollout_id=rollout.id, reward=reward)],
+    )
+
+
 def load(streams: StreamHub, chosen: Iterable[Candidate]) -> Iterator[StoredRollout]:
-    """The chosen rollouts with their tokens, in the order of `chosen`. Raises StreamError as `choose` does."""
+    """The chosen rollouts of training with their tokens, in the order of `chosen`. Raises StreamError as `choose`."""
     offset, group = -1, None
     for candidate in chosen:
         if group is None or candidate.offset != offset:
             offset = candidate.offset
             group = _existing(streams, ACTOR_TOPIC, StoredGroup, offset)
         yield rollout_of(group, candidate.rollout_id)
+
+
+def load_evaluations(streams: StreamHub, chosen: Iterable[Candidate]) -> Iterator[EvaluationRollout]:
+    """As `load`, for rollouts of evaluations."""
+    for candidate in chosen:
+        yield _existing(streams, EVALUATION_ROLLOUTS_TOPIC, EvaluationRollout, candidate.offset)
+
+
+def _existing(streams: StreamHub, topic: str, kind: Any, offset: int) -> Any:
+    record = read_one(streams, topic, ACTOR, kind, offset)
+    if record is None:
+        raise StreamError(f"stream {topic}: the record at offset {offset} is gone")
+    return record
 
 
 def samples_of_step(streams: StreamHub, step: int) -> frozenset[str]:
@@ -248,9 +289,9 @@ def samples_of_step(streams: StreamHub, step: int) -> frozenset[str]:
 
 
 def fates_of(streams: StreamHub, chosen: Iterable[Candidate]) -> dict[str, str]:
-    """What became of the samples of `chosen`, by id, as text; one that is not in it is pending.
+    """The fates of the samples of `chosen`, by id, as text; samples that are missing are pending.
 
-    `trained` counts along the line of steps that leads to the newest weights, as in the audit.
+    Only training that led to the newest weights counts as `trained`, as in the audit.
     """
     wanted = {name for candidate in chosen for name in candidate.sample_ids}
     lineage = Lineage()
@@ -265,31 +306,16 @@ def fates_of(streams: StreamHub, chosen: Iterable[Candidate]) -> dict[str, str]:
 
 
 def fate_text(record: FateRecord, lineage: Lineage) -> str | None:
-    """None for what is no fate (yet), and for training that a restart rolled back."""
+    """None: pending, or training that a restart rolled back."""
     if record.fate == "trained":
         return f"trained in step {record.version}" if lineage.survives(record.incarnation, record.version) else None
     return None if record.fate == "pending" else f"{record.fate}: {record.reason}"
 
 
-@dataclass(frozen=True)
-class Evaluations:
-    """Which evaluations have a result: the starts of the run that made one, by the version that it was due at and
-    whether it was the final one."""
-
-    made: dict[tuple[int, bool], set[int]] = field(default_factory=dict)
-
-    def has_result(self, rollout: EvaluationRollout) -> bool:
-        return rollout.incarnation in self.made.get((rollout.due_version, rollout.is_final), ())
-
-    def is_repeated(self, rollout: EvaluationRollout) -> bool:
-        """Whether its evaluation was cut off and made again."""
-        return (rollout.due_version, rollout.is_final) in self.made and not self.has_result(rollout)
-
-
 def find_evaluations(streams: StreamHub, is_continued: bool = False) -> Evaluations:
     """The evaluations that have a result by now. Raises StreamError if the stream cannot be read.
 
-    `is_continued`: each start goes on with the evaluation of the one before, so the result is of all of them.
+    `is_continued`: each start continues the evaluation of the one before, so the result belongs to all of them.
     """
     found = Evaluations()
     for result in read_all(streams, EVALUATION_TOPIC, ACTOR, EvaluationResult):
@@ -297,51 +323,3 @@ def find_evaluations(streams: StreamHub, is_continued: bool = False) -> Evaluati
             starts = range(result.incarnation + 1) if is_continued else (result.incarnation,)
             found.made.setdefault((result.due_version, result.is_final), set()).update(starts)
     return found
-
-
-def evaluation_source(evaluations: Evaluations, wanted: Wanted, only_failed: bool, no_success: bool) -> Source:
-    """Where rollouts of evaluations are chosen from.
-
-    Args:
-        evaluations: that have a result.
-        wanted: as for rollouts of training; `version` is the one that an evaluation was due at.
-        only_failed: rollouts that failed.
-        no_success: rollouts that failed, or ended without success.
-    """
-
-    def wants(rollout: EvaluationRollout) -> bool:
-        if wanted.order in ("best", "worst") and rollout.summary is None:
-            return False  # no reward
-        if only_failed and not rollout.failure:
-            return False
-        if no_success and rollout.summary is not None and rollout.summary.success:
-            return False
-        return wanted.name is not None or not evaluations.is_repeated(rollout)
-
-    return Source(EVALUATION_ROLLOUTS_TOPIC, EvaluationRollout, _as_group, wants, ids_repeat=True)
-
-
-def _as_group(rollout: EvaluationRollout) -> GroupHead:
-    """One rollout in the form of a group. Its version is the one that it was due at, also if it failed."""
-    due = [VersionSpan(rollout.due_version, 0, 0)]
-    reward = rollout.summary.reward if rollout.summary else 0.0
-    names = [sample.id for sample in rollout.samples] or [rollout.id]
-    return GroupHead(
-        id=rollout.group_id,
-        dataset_name=rollout.dataset_name,
-        samples=[SampleHead(id=name, rollout_id=rollout.id, reward=reward, version_spans=due) for name in names],
-        rollouts=[RolloutHead(rollout_id=rollout.id, reward=reward)],
-    )
-
-
-def load_evaluations(streams: StreamHub, chosen: Iterable[Candidate]) -> Iterator[EvaluationRollout]:
-    """The chosen rollouts, in the order of `chosen`. Raises StreamError if one cannot be read."""
-    for candidate in chosen:
-        yield _existing(streams, EVALUATION_ROLLOUTS_TOPIC, EvaluationRollout, candidate.offset)
-
-
-def _existing(streams: StreamHub, topic: str, kind: Any, offset: int) -> Any:
-    record = read_one(streams, topic, ACTOR, kind, offset)
-    if record is None:
-        raise StreamError(f"stream {topic}: the record at offset {offset} is gone")
-    return record
