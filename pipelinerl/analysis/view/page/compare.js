@@ -74,32 +74,18 @@ export async function compare(context) {
       const known = curves.filter((curve) => curve.y.some((value) => value !== null));
       chart.set(known, AXES.find(([key]) => key === x)[1]);
     }
-    const columns = [
-      {name: 'Run'},
-      {name: 'State'},
-      {name: 'Steps', number: true},
-      {name: 'Success before', number: true},
-      {name: 'Success after', number: true},
-      {name: 'Training', number: true},
-      {name: 'Goodput', number: true},
-      {name: 'Model'},
-    ];
-    body.replaceChildren(
-      table(
-        'Runs',
-        columns,
-        runs.map((run, index) => [
-          foreign(titled(context, index)),
-          run.state,
-          number(run.step),
-          percent(run.success_before),
-          percent(run.success_after),
-          duration(run.training_s),
-          percent(run.goodput),
-          foreign(run.model),
-        ]),
-      ),
-    );
+    const columns = ['Run', 'State', '#Steps', '#Success before', '#Success after', '#Training', '#Goodput', 'Model'];
+    const lines = runs.map((run, index) => [
+      foreign(titled(context, index)),
+      run.state,
+      number(run.step),
+      percent(run.success_before),
+      percent(run.success_after),
+      duration(run.training_s),
+      percent(run.goodput),
+      foreign(run.model),
+    ]);
+    body.replaceChildren(table('Runs', columns, lines));
   }
 
   const go = (name) => (value) => context.go('compare', {x, metric, [name]: value});

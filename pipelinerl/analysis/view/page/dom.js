@@ -37,36 +37,15 @@ export function panel(title, attributes, ...children) {
   );
 }
 
-/** A table that scrolls sideways where it is too wide. `columns`: [{name, number?}]. `rows`: lists of cells. */
+/** A table that scrolls sideways if it is too wide. `columns`: titles, with # in front of numbers; `rows`: lists of cells. */
 export function table(label, columns, rows) {
-  const kind = (index) => (columns[index].number ? 'number' : null);
+  const kind = (index) => (columns[index].startsWith('#') ? 'number' : null);
+  const head = columns.map((title, index) => h('th', {scope: 'col', class: kind(index)}, title.replace('#', '')));
+  const line = (cells) => h('tr', {}, ...cells.map((cell, index) => h('td', {class: kind(index)}, cell)));
   return h(
     'div',
     {class: 'scroll', tabindex: 0, role: 'region', 'aria-label': label},
-    h(
-      'table',
-      {},
-      h(
-        'thead',
-        {},
-        h(
-          'tr',
-          {},
-          columns.map((column, index) => h('th', {scope: 'col', class: kind(index)}, column.name)),
-        ),
-      ),
-      h(
-        'tbody',
-        {},
-        rows.map((cells) =>
-          h(
-            'tr',
-            {},
-            cells.map((cell, index) => h('td', {class: kind(index)}, cell)),
-          ),
-        ),
-      ),
-    ),
+    h('table', {}, h('thead', {}, h('tr', {}, head)), h('tbody', {}, rows.map(line))),
   );
 }
 

@@ -1,71 +1,44 @@
 // The view of a run as a whole: state, curves, processes, evaluations, fates.
 
 import {LineChart} from './charts.js';
-import {foreign, h, panel, table} from './dom.js';
+import {failure, foreign, h, panel, table} from './dom.js';
 import {duration, number, percent, plural} from './format.js';
 import {ask} from './source.js';
 
-/** Charts: title, and [metric, name] of each curve. A metric that ends in * stands for all that begin so. */
-const CHARTS = [
-  ['Success', [['success', 'training']]],
-  ['Reward', [['reward', 'training']]],
-  [
-    'Lag, in versions',
-    [
-      ['finetune/lag_mean_versions', 'mean'],
-      ['finetune/lag_max_versions', 'largest'],
-    ],
-  ],
-  [
-    'Effective sample size',
-    [
-      ['finetune/ess', 'before clamping'],
-      ['finetune/ess_after_clamp', 'after clamping'],
-    ],
-  ],
-  [
-    'Entropy, in nats',
-    [
-      ['rl/entropy', 'exact'],
-      ['rl/entropy_estimate', 'estimate'],
-    ],
-  ],
-  [
-    'KL',
-    [
-      ['finetune/kl_sampler_trainer', 'sampler to trainer'],
-      ['rl/kl_reference', 'to reference'],
-    ],
-  ],
-  ['Cut off, share of rollouts', [['preprocessor/cut_fraction', 'training']]],
-  ['Output tokens of a rollout', [['actor/output_tokens_per_rollout', 'training']]],
-  ['Gradient norm', [['finetune/grad_norm', 'before clipping']]],
-  ['Sampling, tokens/s', [['actor/output_tokens_per_s', 'all servers']]],
-  ['Training, samples/s', [['finetune/samples_per_s', 'trainer']]],
-  [
-    'Trainer waits, seconds per step',
-    [
-      ['finetune/wait_data_s', 'for samples'],
-      ['finetune/weight_update_s', 'for weight updates'],
-      ['finetune/switch_s', 'for switching'],
-    ],
-  ],
-  ['Servers idle, seconds since the last report', [['actor/server_idle_s_*', 'server ']]],
-];
-/** How long tables of processes and fates may stay as they are while no step ends. */
+/** Charts by title: the name of the curve of each metric. A metric that ends in * stands for all that begin so. */
+const CHARTS = {
+  Success: {success: 'training'},
+  Reward: {reward: 'training'},
+  'Lag, in versions': {'finetune/lag_mean_versions': 'mean', 'finetune/lag_max_versions': 'largest'},
+  'Effective sample size': {'finetune/ess': 'before clamping', 'finetune/ess_after_clamp': 'after clamping'},
+  'Entropy, in nats': {'rl/entropy': 'exact', 'rl/entropy_estimate': 'estimate'},
+  KL: {'finetune/kl_sampler_trainer': 'sampler to trainer', 'rl/kl_reference': 'to reference'},
+  'Cut off, share of rollouts': {'preprocessor/cut_fraction': 'training'},
+  'Output tokens per rollout': {'actor/output_tokens_per_rollout': 'training'},
+  'Gradient norm': {'finetune/grad_norm': 'before clipping'},
+  'Sampling, tokens/s': {'actor/output_tokens_per_s': 'all servers'},
+  'Training, samples/s': {'finetune/samples_per_s': 'trainer'},
+  'Trainer waits, seconds per step': {
+    'finetune/wait_data_s': 'for samples',
+    'finetune/weight_update_s': 'for weight updates',
+    'finetune/switch_s': 'for switching',
+  },
+  'Servers idle, seconds since the last report': {'actor/server_idle_s_*': 'server '},
+};
+/** How long the tables of processes and fates may stay unchanged while no step ends. */
 const QUIET_MS = 3000;
 /** What evaluations add to a chart, by its title. */
 const EVALUATED = {
   Success: 'success_rate',
   Reward: 'mean_reward',
-  'Output tokens of a rollout': 'output_tokens',
+  'Output tokens per rollout': 'output_tokens',
   'Cut off, share of rollouts': 'cut_fraction',
 };
 
 function metricsOf(available) {
-  return CHARTS.map(([title, curves]) => [
+  return Object.entries(CHARTS).map(([title, curves]) => [
     title,
-    curves.flatMap(([metric, name]) =>
+    Object.entries(curves).flatMap(([metric, name]) =>
       metric.endsWith('*')
         ? available
             .filter((each) => each.startsWith(metric.slice(0, -1)))
@@ -80,15 +53,11 @@ function evaluationCurves(title, evaluations) {
   const found = new Map();
   for (const each of field ? evaluations : []) {
     if (each[field] === null || each[field] === undefined) continue;
-    const curve = found.get(each.dataset_name) ?? {
-      name: `held out: ${each.dataset_name}`,
-      x: [],
-      y: [],
-      isPoints: true,
-    };
+    const name = `held out: ${each.dataset_name}`;
+    const curve = found.get(name) ?? {name, x: [], y: [], isPoints: true};
     curve.x.push(each.due_version);
     curve.y.push(each[field]);
-    found.set(each.dataset_name, curve);
+    found.set(name, curve);
   }
   return [...found.values()];
 }
@@ -148,16 +117,9 @@ function doing(job) {
 }
 
 function processes(run) {
-  const columns = [
-    {name: 'Process'},
-    {name: 'Pid', number: true},
-    {name: 'Heartbeat', number: true},
-    {name: 'Progress', number: true},
-    {name: 'State'},
-  ];
   return table(
     'Processes',
-    columns,
+    ['Process', '#Pid', '#Heartbeat', '#Progress', 'State'],
     run.jobs.map((job) => [
       foreign(job.name),
       job.pid === null ? '–' : String(job.pid),
@@ -169,18 +131,9 @@ function processes(run) {
 }
 
 function evaluations(run) {
-  const columns = [
-    {name: 'Data set'},
-    {name: 'Version', number: true},
-    {name: 'Success', number: true},
-    {name: 'Reward', number: true},
-    {name: 'Rollouts', number: true},
-    {name: 'Failed', number: true},
-    {name: 'Estimates'},
-  ];
   return table(
     'Evaluations',
-    columns,
+    ['Data set', '#Version', '#Success', '#Reward', '#Rollouts', '#Failed', 'Estimates'],
     run.evaluations
       .slice(-100)
       .reverse()
@@ -220,25 +173,14 @@ function fates(run) {
       foreign(reasons || '–'),
     ];
   });
-  const columns = [
-    {name: 'Fate'},
-    {name: 'Samples', number: true},
-    {name: 'Share', number: true},
-    {name: 'Tokens', number: true},
-    {name: ''},
-    {name: 'Reasons'},
-  ];
+  const columns = ['Fate', '#Samples', '#Share', '#Tokens', '', 'Reasons'];
   return rows.length ? table('Fates', columns, rows) : h('p', {class: 'quiet'}, 'No sample has a fate yet.');
 }
 
 function findings(run) {
-  const columns = [{name: 'Finding'}, {name: 'Up to step', number: true}, {name: 'Evidence'}, {name: 'What to do'}];
-  const rows = run.findings.map(({name, step, evidence, advice}) => [
-    name,
-    number(step),
-    foreign(evidence),
-    foreign(advice),
-  ]);
+  const columns = ['Finding', '#Up to step', 'Evidence', 'What to do'];
+  const cells = ({name, step, evidence, advice}) => [name, number(step), foreign(evidence), foreign(advice)];
+  const rows = run.findings.map(cells);
   return rows.length ? panel('Findings', {}, table('Findings', columns, rows)) : null;
 }
 
@@ -249,7 +191,7 @@ export async function overview(context) {
   const bottom = h('div', {});
   const grid = h('div', {class: 'charts'});
   const charts = new Map();
-  for (const [title] of CHARTS) {
+  for (const title of Object.keys(CHARTS)) {
     const chart = new LineChart(title);
     charts.set(title, chart);
     grid.append(h('figure', {class: 'panel'}, h('figcaption', {}, title), chart.element));
@@ -262,11 +204,7 @@ export async function overview(context) {
     seen = {step: pulse?.step, at: Date.now()};
     const run = await ask(`${base}/overview`);
     top.replaceChildren(
-      h(
-        'div',
-        {},
-        run.faults.map(({stream, fault}) => h('p', {class: 'failure', role: 'alert'}, foreign(`${stream}: ${fault}`))),
-      ),
+      ...run.faults.map(({stream, fault}) => failure(new Error(`${stream}: ${fault}`))),
       cards(run),
       findings(run) ?? '',
     );

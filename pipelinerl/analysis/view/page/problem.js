@@ -39,13 +39,7 @@ async function attemptsOf(base, source, name) {
 }
 
 function attemptsTable(context, source, rows, textOf) {
-  const columns = [
-    {name: 'Version', number: true},
-    {name: 'Reward', number: true},
-    {name: 'Success'},
-    {name: 'Tokens', number: true},
-    {name: 'What the model said last'},
-  ];
+  const columns = ['#Version', '#Reward', 'Success', '#Tokens', 'What the model said last'];
   const link = (row) => context.link('rollout', {source, offset: row.offset, place: row.place});
   const lines = rows.map((row) => [
     h('a', {href: link(row)}, versions(row.first_version, row.last_version).replace(/versions? /, '')),

@@ -125,7 +125,7 @@ function numbers(rollout) {
         'details',
         {},
         h('summary', {}, 'Metrics of the rollout'),
-        table('Metrics', [{name: 'Name'}, {name: 'Value', number: true}], own),
+        table('Metrics', ['Name', '#Value'], own),
       )
     : null;
 }
