@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import contextlib
 import importlib.metadata
 import json
@@ -26,9 +27,11 @@ import torch
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
 
+from pipelinerl.records import IGNORED_LABEL, Sample, VersionSpan
 from pipelinerl.records.completion import GENERATE_PATH, MEDIA_TYPE, decode_completion
 
-REPOSITORY = Path(__file__).resolve().parents[1]
+SCRIPTS = Path(__file__).resolve().parent
+REPOSITORY = SCRIPTS.parent
 #: Shapes of random Qwen2 models by their size in billions: hidden, intermediate, layers, heads, key-value heads.
 SHAPES = {
     "0.001": (64, 128, 2, 2, 1),
@@ -87,39 +90,43 @@ class Server:
         return {"Authorization": f"Bearer {self.token}"}
 
 
-@contextlib.contextmanager
-def running_server(
-    model: str,
-    transport: str,
-    vllm_kwargs: Mapping[str, object],
-    log: Path,
-    fp32_head: bool = True,
-    environ: Mapping[str, str] | None = None,
-    timeout_s: float = 300.0,
-    arguments: Sequence[str] = (),
-) -> Iterator[Server]:
-    """Start a server on this machine, wait until it is up, and stop it (its whole process group) afterwards.
+def child_environ(**more: str) -> dict[str, str]:
+    """The environment of a child process that imports this checkout, whatever its working folder, and `more`."""
+    paths = filter(None, [str(REPOSITORY), str(SCRIPTS), os.environ.get("PYTHONPATH")])
+    return {**os.environ, "PYTHONPATH": os.pathsep.join(paths), **more}
 
-    Args:
-        arguments: other words for `pipelinerl.inference.main`.
-    """
-    token = secrets.token_urlsafe(24)
+
+def free_port() -> int:
+    """A port of loopback that nobody listens on."""
     with socket.create_server(("127.0.0.1", 0)) as probe:
-        port = int(probe.getsockname()[1])
-    command = [sys.executable, "-m", "pipelinerl.inference.main", "--model", model, "--port", str(port)]
-    command += ["--transport", transport, "--vllm-kwargs", json.dumps(dict(vllm_kwargs))]
-    command += [*(["--fp32-head"] if fp32_head else []), *arguments]
-    paths = os.pathsep.join(filter(None, [str(REPOSITORY), os.environ.get("PYTHONPATH")]))
-    env = {**os.environ, **(environ or {}), "PIPELINERL_SERVER_TOKEN": token, "PYTHONPATH": paths}
-    started = time.monotonic()
+        return int(probe.getsockname()[1])
+
+
+@contextlib.contextmanager
+def serving(command: Sequence[str], port: int, log: Path, env: Mapping[str, str], timeout_s: float) -> Iterator[str]:
+    """Start a server, wait until it is up, yield its URL, and stop its whole process group afterwards.
+
+    Raises:
+        RuntimeError: it ended; with the end of its log.
+        TimeoutError: it is not up in time.
+    """
+    url = f"http://127.0.0.1:{port}"
+    deadline = time.monotonic() + timeout_s
+    opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
     with log.open("wb") as output:
         process = subprocess.Popen(
             command, stdout=output, stderr=subprocess.STDOUT, env=env, cwd=log.parent, start_new_session=True
         )
     try:
-        url = f"http://127.0.0.1:{port}"
-        wait_healthy(process, url, started + timeout_s, log)
-        yield Server(url, token, time.monotonic() - started)
+        while True:
+            if process.poll() is not None:
+                raise RuntimeError(f"the server ended: {log.read_text(errors='replace')[-3000:]}")
+            if time.monotonic() > deadline:
+                raise TimeoutError(f"the server at {url} is not up in time")
+            with contextlib.suppress(OSError), opener.open(f"{url}/health", timeout=2):
+                break
+            time.sleep(0.25)
+        yield url
     finally:
         process.terminate()
         with contextlib.suppress(subprocess.TimeoutExpired):
@@ -129,22 +136,33 @@ def running_server(
         process.wait(15)
 
 
-def wait_healthy(process: subprocess.Popen[bytes], url: str, deadline: float, log: Path) -> None:
-    """Wait until a server answers.
+@contextlib.contextmanager
+def running_server(
+    model: str,
+    device: str,
+    gpu: str,
+    vllm_kwargs: Mapping[str, object],
+    log: Path,
+    arguments: Sequence[str] = ("--fp32-head",),
+    **environ: str,
+) -> Iterator[Server]:
+    """A server of ours on `device`, on GPU number `gpu` of those that we see.
 
-    Raises:
-        RuntimeError: it ended; with the end of its log.
-        TimeoutError: `deadline` of the monotonic clock has passed.
+    Args:
+        vllm_kwargs: in addition to what the device needs.
+        arguments: further words for `pipelinerl.inference.main`.
     """
-
-    opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
-    while time.monotonic() < deadline:
-        if process.poll() is not None:
-            raise RuntimeError(f"the server ended: {log.read_text(errors='replace')[-3000:]}")
-        with contextlib.suppress(OSError), opener.open(f"{url}/health", timeout=2):
-            return
-        time.sleep(0.25)
-    raise TimeoutError(f"the server at {url} is not up in time")
+    token, port = secrets.token_urlsafe(24), free_port()
+    known: dict[str, object] = {"enforce-eager": "", "block_size": 32}
+    if device == "cuda":
+        known = {"dtype": "bfloat16"}
+        environ["CUDA_VISIBLE_DEVICES"] = visible_gpus(gpu, os.environ.get("CUDA_VISIBLE_DEVICES"))
+    command = [sys.executable, "-m", "pipelinerl.inference.main", "--model", model, "--port", str(port)]
+    command += ["--transport", "nccl" if device == "cuda" else "gloo"]
+    command += ["--vllm-kwargs", json.dumps(known | dict(vllm_kwargs)), *arguments]
+    started = time.monotonic()
+    with serving(command, port, log, child_environ(PIPELINERL_SERVER_TOKEN=token, **environ), 300.0) as url:
+        yield Server(url, token, time.monotonic() - started)
 
 
 def random_model(size: str, folder: Path, dtype: torch.dtype) -> Path:
@@ -229,9 +247,33 @@ def cpu_seconds(processes: Mapping[str, Sequence[psutil.Process]]) -> dict[str, 
     return used
 
 
+def made_sample(name: str, prompt: Sequence[int], output: Sequence[int], **fields: Any) -> Sample:
+    """A finished sample `GROUP/ROLLOUT/SAMPLE` of these tokens under version 0; `fields` replace what it has."""
+    known: dict[str, Any] = {
+        "id": name,
+        "group_id": name.split("/")[0],
+        "rollout_id": name.rpartition("/")[0],
+        "input_ids": [*prompt, *output],
+        "labels": [*[IGNORED_LABEL] * len(prompt), *output],
+        "logprobs": [-1.0] * len(output),
+        "reward": 1.0,
+        "finished": True,
+        "finish_reason": "stop",
+        "prompt_tokens": len(prompt),
+        "output_tokens": len(output),
+        "version_spans": [VersionSpan(0, 0, len(output))],
+    }
+    return Sample(**known | fields)
+
+
 def client_session() -> aiohttp.ClientSession:
     connector = aiohttp.TCPConnector(limit=0)
     return aiohttp.ClientSession(trust_env=False, connector=connector, timeout=aiohttp.ClientTimeout(total=300))
+
+
+def make_parser(text: str | None) -> argparse.ArgumentParser:
+    """A parser that describes a script by its docstring."""
+    return argparse.ArgumentParser(description=text, formatter_class=argparse.RawDescriptionHelpFormatter)
 
 
 def environment() -> dict[str, str]:

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import os
 import statistics
 import sys
 import tempfile
@@ -22,7 +21,7 @@ from typing import Any
 
 import aiohttp
 import torch
-from benchmark_common import Server, client_session, generate, running_server, visible_gpus, write_result
+from benchmark_common import Server, client_session, generate, make_parser, running_server, write_result
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from pipelinerl.config import RunConfig
@@ -155,15 +154,13 @@ def measure(server: Server, head: str, args: argparse.Namespace) -> None:
 def own_server(dtype: str, head: str, args: argparse.Namespace) -> None:
     """`measure` with a server of its own; one that does not start leaves its error in the results."""
     kwargs: dict[str, object] = {"max_model_len": 1024, "enforce-eager": "", "dtype": dtype}
-    kwargs |= {"block_size": 32} if args.device == "cpu" else {"gpu_memory_utilization": 0.3}
-    transport = "nccl" if args.device == "cuda" else "gloo"
-    environ = {}
     if args.device == "cuda":
-        environ["CUDA_VISIBLE_DEVICES"] = visible_gpus(args.server_gpu, os.environ.get("CUDA_VISIBLE_DEVICES"))
+        kwargs["gpu_memory_utilization"] = 0.3
+    words = ["--fp32-head"] if head == "fp32" else []
     try:
         with tempfile.TemporaryDirectory() as scratch:
             log = Path(scratch) / "server.log"
-            with running_server(args.model, transport, kwargs, log, head == "fp32", environ) as server:
+            with running_server(args.model, args.device, args.server_gpu, kwargs, log, words) as server:
                 measure(server, head, args)
     except (RuntimeError, ValueError, OSError, TimeoutError, aiohttp.ClientError, PipelineRLError) as error:
         args.results.setdefault(f"server in {dtype}, {head} head", {})["server"] = failed(error)
@@ -175,7 +172,7 @@ def failed(error: Exception) -> dict[str, str]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = make_parser(__doc__)
     parser.add_argument("--model", required=True)
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     parser.add_argument("--gpu", type=int, default=0, help="of the trainer's side")

@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import shutil
 import signal
 import statistics
@@ -27,7 +26,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from benchmark_common import REPOSITORY, SHAPES, graphs_override, random_model, spread, write_result
+from benchmark_common import SHAPES, child_environ, graphs_override, make_parser, random_model, spread, write_result
 
 from pipelinerl.tiny.build import build_tiny_model
 
@@ -158,9 +157,7 @@ def run_bounded(
 ) -> tuple[int, bool]:
     """Run `command` in `folder`; return its exit code and whether its time was over."""
     with output.open("wb") as file:
-        process = subprocess.Popen(
-            command, cwd=folder, stdout=file, stderr=subprocess.STDOUT, env={**os.environ, **environ}
-        )
+        process = subprocess.Popen(command, cwd=folder, stdout=file, stderr=subprocess.STDOUT, env=environ)
     try:
         return process.wait(timeout_s), False
     except subprocess.TimeoutExpired:
@@ -182,8 +179,7 @@ def run_once(args: argparse.Namespace, folder: Path, model: Path, words: Sequenc
     (task / "benchmark.yaml").write_text(CONFIG)
     command = [sys.executable, "-m", "pipelinerl.launch", "--config-dir", str(task), "--config-name", "benchmark"]
     command += [f"output_dir={run_dir}", f"model_path={model}", *words]
-    paths = os.pathsep.join(filter(None, [str(REPOSITORY), os.environ.get("PYTHONPATH")]))
-    code, late = run_bounded(command, task, output, args.timeout_s, {"PYTHONPATH": paths})
+    code, late = run_bounded(command, task, output, args.timeout_s, child_environ())
     if code or late:
         return {"error": ("late: " if late else "") + last_line(run_dir, output)}
     summary = json.loads((run_dir / "summary.json").read_text())
@@ -292,7 +288,7 @@ def model_of(args: argparse.Namespace, scratch: Path) -> Path:
 
 
 def arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = make_parser(__doc__)
     parser.add_argument("set", choices=sorted(SETS))
     parser.add_argument("--only", nargs="*", help="names of variants; default: all of the set")
     parser.add_argument("--variant", nargs="*", default=[], help="for `own`: 'name: override override ...'")

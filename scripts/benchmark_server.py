@@ -27,7 +27,6 @@ import contextlib
 import itertools
 import json
 import multiprocessing
-import os
 import random
 import tempfile
 import time
@@ -42,11 +41,11 @@ from benchmark_common import (
     client_session,
     cpu_seconds,
     generate,
+    make_parser,
     random_model,
     running_server,
     server_processes,
     spread,
-    visible_gpus,
     write_result,
 )
 from benchmark_task import answer_tokens
@@ -112,7 +111,7 @@ def measure(server: Server, args: argparse.Namespace) -> dict[str, Any]:
 
 
 def arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = make_parser(__doc__)
     parser.add_argument("--model")
     parser.add_argument("--random-model", help="size in billions of a random model, made for this run")
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
@@ -144,17 +143,14 @@ def arguments() -> argparse.Namespace:
 
 
 def options_of(args: argparse.Namespace) -> dict[str, object]:
-    """What vLLM is given in any case."""
-    base: dict[str, object] = {"max_model_len": 1024, "max_num_seqs": args.concurrency}
-    if args.device == "cpu":
-        base |= {"enforce-eager": "", "block_size": 32}
-    else:
-        base |= {"dtype": "bfloat16", "gpu_memory_utilization": 0.5}
+    """Options of vLLM that every server gets."""
     longest = args.prompt_tokens + answer_tokens(args.max_tokens, "high" if args.lengths == "varied" else "low", 0.0)
-    base["max_model_len"] = max(1024, longest)
+    options: dict[str, object] = {"max_model_len": max(1024, longest), "max_num_seqs": args.concurrency}
+    if args.device == "cuda":
+        options["gpu_memory_utilization"] = 0.5
     if args.graphs:
-        base["compilation-config"] = GRAPHS[args.graphs]
-    return base
+        options["compilation-config"] = GRAPHS[args.graphs]
+    return options
 
 
 def main() -> None:
@@ -171,14 +167,12 @@ def main() -> None:
         scratch = Path(stack.enter_context(tempfile.TemporaryDirectory()))
         dtype = torch.bfloat16 if args.device == "cuda" else torch.float32
         model = args.model or str(random_model(args.random_model, scratch / "model", dtype))
-        transport = "nccl" if args.device == "cuda" else "gloo"
         for flags, held, rank in itertools.product(args.flags, args.held, args.adapter_rank):
-            environ = {"PIPELINERL_HELD_TOKENS": held}
-            if args.device == "cuda":
-                environ["CUDA_VISIBLE_DEVICES"] = visible_gpus(args.server_gpu, os.environ.get("CUDA_VISIBLE_DEVICES"))
-            kwargs, words = {**options_of(args), **json.loads(flags)}, ["--adapter-rank", str(rank)] if rank else []
-            log = scratch / "server.log"
-            with running_server(model, transport, kwargs, log, True, environ, arguments=words) as server:
+            kwargs = {**options_of(args), **json.loads(flags)}
+            words = ["--fp32-head", *(["--adapter-rank", str(rank)] if rank else [])]
+            with running_server(
+                model, args.device, args.server_gpu, kwargs, scratch / "server.log", words, PIPELINERL_HELD_TOKENS=held
+            ) as server:
                 name = f"flags {flags}, held {held}{f', adapter of rank {rank}' if rank else ''}"
                 name += f" (start {server.start_s:.0f} s)"
                 settings[name] = {"flags": flags, "held": held, "rank": rank}

@@ -3,8 +3,7 @@
     python scripts/benchmark_streams.py [--backends files redis] [--tokens 4096] [--records 1000] [--repeats 5]
 
 A record is a group of one sample. The latency is the time from before the write of one record, in another process,
-until a blocked reader holds it decoded. `checksum_cost` is the processor time of writing and reading with checksums,
-over that without them, from alternating runs.
+until a blocked reader holds it decoded.
 """
 
 from __future__ import annotations
@@ -20,13 +19,12 @@ import sys
 import tempfile
 import time
 from pathlib import Path
-from types import SimpleNamespace
 
-from benchmark_common import REPOSITORY, spread, write_result
+from benchmark_common import child_environ, made_sample, make_parser, spread, write_result
 from msgspec.structs import replace
 
 from pipelinerl.config.resources import FileStreams, RedisStreams
-from pipelinerl.records import Group, Sample, VersionSpan, codec
+from pipelinerl.records import Group
 from pipelinerl.rundir.layout import RunDir
 from pipelinerl.streams.hub import StreamHub
 from pipelinerl.streams.redis_server import REDIS_URL_KEY, RedisServer
@@ -42,27 +40,13 @@ def make_group(tokens: int, number: int) -> Group:
     ids = [rng.randrange(150_000) for _ in range(tokens)]
     # float32 on the server, so a float64 here has all of its digits
     logprobs = [struct.unpack("f", struct.pack("f", -rng.expovariate(2)))[0] for _ in range(tokens - prompt)]
-    sample = Sample(
-        id=f"0-{number}/r0/s0",
-        group_id=f"0-{number}",
-        rollout_id=f"0-{number}/r0",
-        input_ids=ids,
-        labels=[-100] * prompt + ids[prompt:],
-        logprobs=logprobs,
-        reward=1.0,
-        finished=True,
-        finish_reason="stop",
-        prompt_tokens=prompt,
-        output_tokens=tokens - prompt,
-        version_spans=[VersionSpan(number, 0, tokens - prompt)],
-        metadata={"sent": 0.0},
-    )
+    sample = made_sample(f"0-{number}/r0/s0", ids[:prompt], ids[prompt:], logprobs=logprobs, metadata={"sent": 0.0})
     return Group(id=f"0-{number}", problem_id="p", dataset_name="d", samples=[sample], rollouts=[])
 
 
-def read(hub: StreamHub, start: int, count: int, instance: str = INSTANCE) -> list[float]:
+def read(hub: StreamHub, start: int, count: int) -> list[float]:
     """Read `count` records from offset `start`; return how old each was when it was decoded, in seconds."""
-    reader = hub.reader(TOPIC, instance, Group, start)
+    reader = hub.reader(TOPIC, INSTANCE, Group, start)
     ages: list[float] = []
     while len(ages) < count:
         entries = reader.read(30.0)
@@ -85,8 +69,7 @@ def measure(hub: StreamHub, root: Path, environ: dict[str, str], args: argparse.
         read(hub, 0, args.records)
         rates.append(args.records / (time.perf_counter() - started))
     words = ["--write-to", str(root), "--tokens", str(args.tokens), "--records", str(args.latency_records)]
-    paths = os.pathsep.join(filter(None, [str(REPOSITORY), os.environ.get("PYTHONPATH")]))
-    child = subprocess.Popen([sys.executable, __file__, *words], env={**os.environ, **environ, "PYTHONPATH": paths})
+    child = subprocess.Popen([sys.executable, __file__, *words], env=child_environ(**environ))
     ages = read(hub, args.records, args.latency_records)
     child.wait(60)
     cut = statistics.quantiles([1000 * age for age in ages], n=20)
@@ -95,24 +78,6 @@ def measure(hub: StreamHub, root: Path, environ: dict[str, str], args: argparse.
         "read/s": spread(rates),
         "latency_ms": {"median": cut[9], "p95": cut[18], "n": len(ages)},
     }
-
-
-def checksum_cost(hub: StreamHub, args: argparse.Namespace) -> dict[str, object]:
-    groups = [make_group(args.tokens, number) for number in range(args.records // 5)]
-    real, none = codec.zlib, SimpleNamespace(crc32=lambda data: 0)
-    seconds: dict[bool, list[float]] = {True: [], False: []}
-    for run in range(4 * args.repeats):
-        has_checksums = run % 4 in (0, 3)
-        codec.zlib = real if has_checksums else none
-        started = time.process_time()
-        writer = hub.writer(TOPIC, f"cost_{run}", Group)
-        for group in groups:
-            writer.write(group)
-        writer.close()
-        read(hub, 0, len(groups), f"cost_{run}")
-        seconds[has_checksums].append(time.process_time() - started)
-    codec.zlib = real
-    return spread([with_it / without for with_it, without in zip(seconds[True], seconds[False], strict=True)])
 
 
 def write_slowly(root: Path, tokens: int, count: int) -> None:
@@ -128,7 +93,7 @@ def write_slowly(root: Path, tokens: int, count: int) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = make_parser(__doc__)
     parser.add_argument("--backends", nargs="+", choices=["files", "redis"], default=["files", "redis"])
     parser.add_argument("--tokens", type=int, default=4096, help="of one record")
     parser.add_argument("--records", type=int, default=1000)
@@ -152,8 +117,6 @@ def main() -> None:
                 environ = {REDIS_URL_KEY: stack.enter_context(RedisServer(root / "redis", config)).url}
             hub = StreamHub(config, RunDir(root), "benchmark", environ)
             results[backend] = measure(hub, root, environ, args)
-            if backend == "files":
-                results[backend]["checksum_cost"] = checksum_cost(hub, args)
     write_result(args.output, {"tokens": args.tokens, "records": args.records, "results": results})
 
 

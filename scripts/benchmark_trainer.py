@@ -12,7 +12,6 @@ left out, as in most published figures).
 
 from __future__ import annotations
 
-import argparse
 import random
 import tempfile
 import time
@@ -22,7 +21,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from benchmark_common import random_model, spread, write_result
+from benchmark_common import made_sample, make_parser, random_model, spread, write_result
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from pipelinerl.config import RunConfig
@@ -31,12 +30,12 @@ from pipelinerl.finetune.model import load_policy
 from pipelinerl.finetune.optimizer import make_adamw
 from pipelinerl.finetune.ranks import Ranks
 from pipelinerl.finetune.step import StepRunner
-from pipelinerl.records import IGNORED_LABEL, Sample, TrainingBatch, VersionSpan
+from pipelinerl.records import IGNORED_LABEL, Sample, TrainingBatch
 from pipelinerl.rl.packing import make_plan
 
 Step = Callable[[], object]
 Trained = tuple[Step, torch.nn.Module]
-OLD_LOGPROB = -1.0
+OLD_LOGPROB = -1.0  # as `made_sample` gives it
 
 
 def make_samples(tokens: int, longest: int, vocabulary: int, seed: int) -> list[Sample]:
@@ -46,26 +45,10 @@ def make_samples(tokens: int, longest: int, vocabulary: int, seed: int) -> list[
     total = 0
     while total < tokens:
         length = draw.randint(max(8, longest // 8), longest)
-        prompt = length // 4
         ids = [draw.randrange(3, vocabulary) for _ in range(length)]
-        output = length - prompt
-        name = f"s{len(samples)}"
-        sample = Sample(
-            id=name,
-            group_id=name,
-            rollout_id=name,
-            input_ids=ids,
-            labels=[IGNORED_LABEL] * prompt + ids[prompt:],
-            logprobs=[OLD_LOGPROB] * output,
-            reward=draw.random(),
-            advantage=draw.uniform(-1, 1),
-            finished=True,
-            finish_reason="stop",
-            prompt_tokens=prompt,
-            output_tokens=output,
-            version_spans=[VersionSpan(version=0, start=0, end=output)],
-        )
-        samples.append(sample)
+        reward, advantage = draw.random(), draw.uniform(-1, 1)
+        name = f"s{len(samples)}/r0/s0"
+        samples.append(made_sample(name, ids[: length // 4], ids[length // 4 :], reward=reward, advantage=advantage))
         total += length
     return samples
 
@@ -199,7 +182,7 @@ def compare(model: str, pack_tokens: int, args: Any) -> dict[str, Any]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = make_parser(__doc__)
     parser.add_argument("--model", help="a folder; default: a random model of --size")
     parser.add_argument("--size", default="0.5", help="billions of parameters: 0.001, 0.13, 0.5 or 1.5")
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")

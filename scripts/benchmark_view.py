@@ -9,7 +9,6 @@ is indexed; the share of one core while the page is open and a rollout is writte
 
 from __future__ import annotations
 
-import argparse
 import http.cookiejar
 import json
 import random
@@ -24,6 +23,7 @@ from typing import Any
 
 import msgspec
 import psutil
+from benchmark_common import made_sample, make_parser
 
 from pipelinerl.config import RunConfig
 from pipelinerl.config.load import save_config
@@ -76,20 +76,8 @@ class MadeRun:
 
     def _sample(self, k: int) -> Sample:
         ids = [self._random.randrange(10, 280) for _ in range(PROMPT + OUTPUT)]
-        return Sample(
-            id="",
-            group_id="",
-            rollout_id="",
-            input_ids=ids,
-            labels=[-100] * PROMPT + ids[PROMPT:],
-            logprobs=[-self._random.random() for _ in range(OUTPUT)],
-            reward=float(k % 2),
-            finished=True,
-            finish_reason="stop",
-            prompt_tokens=PROMPT,
-            output_tokens=OUTPUT,
-            version_spans=[],
-        )
+        logprobs = [-self._random.random() for _ in range(OUTPUT)]
+        return made_sample("", ids[:PROMPT], ids[PROMPT:], logprobs=logprobs, reward=float(k % 2))
 
     def add_group(self, n: int) -> None:
         """Group `n`; with each fourth one the step that trains them."""
@@ -238,7 +226,7 @@ def _peak_megabytes(pid: int) -> float:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = make_parser(__doc__)
     parser.add_argument("--gigabytes", type=float, default=10)
     parser.add_argument("--folder", type=Path, default=Path("results/view-benchmark"))
     args = parser.parse_args()

@@ -22,7 +22,17 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from benchmark_common import REPOSITORY, SHAPES, environment, graphs_override, random_model, spread, visible_gpus
+from benchmark_common import (
+    REPOSITORY,
+    SHAPES,
+    child_environ,
+    environment,
+    graphs_override,
+    make_parser,
+    random_model,
+    spread,
+    visible_gpus,
+)
 from benchmark_runs import last_line, run_bounded
 from league_task import TASKS
 
@@ -189,8 +199,7 @@ def run_trl(args: argparse.Namespace, task: str, seed: int, folder: Path) -> lis
 
 
 def _run(command: Sequence[str], args: argparse.Namespace, folder: Path) -> tuple[int, bool]:
-    paths = os.pathsep.join(filter(None, [str(REPOSITORY), str(SCRIPTS), os.environ.get("PYTHONPATH")]))
-    environ = {"PYTHONPATH": paths}
+    environ = child_environ()
     if args.gpus:
         places = ",".join(map(str, range(args.gpus)))
         environ["CUDA_VISIBLE_DEVICES"] = visible_gpus(places, os.environ.get("CUDA_VISIBLE_DEVICES"))
@@ -276,7 +285,7 @@ def _servers(text: str) -> int | str:
 
 
 def arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = make_parser(__doc__)
     parser.add_argument("--model", help="a model folder or name")
     parser.add_argument("--size", choices=sorted(SHAPES), help="a random model with this many billion weights")
     parser.add_argument("--tasks", type=_listed(tuple(TASKS)), default=list(TASKS), help="sums,stories")

@@ -11,15 +11,13 @@ import contextlib
 import json
 import os
 import signal
-import socket
-import subprocess
 import sys
 import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from benchmark_common import visible_gpus, wait_healthy
+from benchmark_common import free_port, serving, visible_gpus
 from league_task import problems, reward
 
 _SERVER_TIMEOUT_S = 600.0
@@ -55,21 +53,13 @@ def vllm_server(model: str, max_model_len: int, log: Path, gpus: str | None) -> 
     """The server of AsyncGRPOTrainer on the first GPU, as TRL starts one."""
     from trl.scripts.vllm_serve import ScriptArguments, build_command
 
-    with socket.create_server(("127.0.0.1", 0)) as probe:
-        port = int(probe.getsockname()[1])
+    port = free_port()
     command = build_command(
         ScriptArguments(model=model, host="127.0.0.1", port=port, dtype="bfloat16", max_model_len=max_model_len)
     )
     env = {**os.environ, "CUDA_VISIBLE_DEVICES": visible_gpus("0", gpus), "VLLM_SERVER_DEV_MODE": "1"}
-    with log.open("wb") as output:
-        process = subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT, env=env)
-    try:
-        url = f"http://127.0.0.1:{port}"
-        wait_healthy(process, url, time.monotonic() + _SERVER_TIMEOUT_S, log)
+    with serving(command, port, log, env, _SERVER_TIMEOUT_S) as url:
         yield url
-    finally:
-        process.terminate()
-        process.wait(30)
 
 
 def train(settings: Mapping[str, Any], log: Path, server_url: str | None) -> None:

@@ -14,7 +14,7 @@ import random
 from collections.abc import Callable
 from pathlib import Path
 
-NAMES = (
+NAMES = [
     "Ana",
     "Ben",
     "Chloe",
@@ -29,8 +29,8 @@ NAMES = (
     "Liam",
     "Maya",
     "Noah",
-)
-THINGS = (
+]
+THINGS = [
     "apples",
     "books",
     "cards",
@@ -43,8 +43,8 @@ THINGS = (
     "stickers",
     "toys",
     "tickets",
-)
-BOXES = ("bags", "boxes", "baskets", "jars", "packs")
+]
+BOXES = ["bags", "boxes", "baskets", "jars", "packs"]
 
 Told = tuple[str, str, int]
 #: A step tells what happens to `count` things; returns the sentence, the line of the solution, and the new count.
