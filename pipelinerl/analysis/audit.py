@@ -1,4 +1,4 @@
-"""The audit of a run: its ledger, checks against the files next to the streams, and the command `audit`."""
+"""The command `audit`: the ledger of a run, checked against the files next to the streams."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ LOST = ("filtered", "stale", "failed", "unused")
 class AuditReport(msgspec.Struct, frozen=True, kw_only=True):
     """What `audit` prints. `faults` is empty if the run is clean.
 
-    `fates` are samples; `tokens` are output tokens by fate, `goodput` is the share of them that was trained.
+    `fates` counts samples, `tokens` output tokens by fate; `goodput` is the trained share of the tokens.
     `pending_in_batches` of the pending samples are in a batch that was not trained (yet). `retrained_samples` were
-    trained in steps that a restart rolled back (work done twice, not samples trained twice).
+    trained in steps that a restart rolled back: work that was repeated, not samples that count twice.
     """
 
     run_id: str
@@ -48,7 +48,7 @@ class AuditReport(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def audit_run(run: StartedRun) -> AuditReport:
-    """Account for every sample of `run`; a stream that cannot be read is a fault of its own."""
+    """Account for every sample of `run`; a stream that cannot be read is a fault."""
     try:
         with open_streams(run) as streams:
             ledger = build_ledger(read_records(streams))
@@ -86,7 +86,7 @@ def _report(ledger: Ledger, run: StartedRun) -> AuditReport:
 
 
 def _check_files(ledger: Ledger, run: StartedRun) -> None:
-    """Summary and training states must tell the same story as the streams."""
+    """Summary and training states must agree with the streams."""
     steps, batches = ledger.lineage.last_step, max(ledger.batch_of.values(), default=0)
     try:
         summary = msgspec.json.decode(run.run_dir.summary_file.read_bytes(), type=dict[str, Any])
@@ -117,7 +117,7 @@ class Lengths(msgspec.Struct, frozen=True, kw_only=True):
 
 class LengthComparison(msgspec.Struct, frozen=True, kw_only=True):
     """`longer_share` is the probability that a lost sample is longer than a trained one, ties counted half (the
-    statistic of Mann and Whitney, divided by the number of pairs): 0.5 without a bias, None if a side is empty."""
+    Mann-Whitney statistic divided by the number of pairs): 0.5 without a bias, None if a side is empty."""
 
     trained: Lengths
     lost: Lengths
@@ -125,7 +125,7 @@ class LengthComparison(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def length_quantiles(lengths: Sequence[int]) -> Lengths:
-    """Mean and quantiles (the smallest value with at least that share at or below it)."""
+    """Mean and quantiles (smallest value with at least that share at or below it)."""
     ordered = sorted(lengths)
     count = len(ordered)
     if not count:
@@ -155,7 +155,7 @@ def compare_lengths(trained: Sequence[int], lost: Sequence[int]) -> LengthCompar
 
 
 def render(report: AuditReport) -> str:
-    """The whole report, ending with the verdict."""
+    """The report as text, ending with the verdict."""
     return "\n".join(_lines(report))
 
 
@@ -169,7 +169,7 @@ def _lines(report: AuditReport) -> Iterator[str]:
     yield from (f"  {name}: {n}" for name, n in report.reasons.items() if not name.startswith("trained/"))
     if fates["pending"]:
         waiting = fates["pending"] - report.pending_in_batches
-        yield f"  pending: {report.pending_in_batches} in batches that are not trained, {waiting} on their way to one"
+        yield f"  pending: {report.pending_in_batches} in batches that are not trained, {waiting} not in a batch yet"
     if report.retrained_samples:
         yield f"  {report.retrained_samples} samples were trained in steps that a restart rolled back"
     if rollouts:

@@ -1,7 +1,7 @@
 """The command `eval`: evaluate a model, or the model of a run, with the servers, workers and records of a run.
 
-It composes the configuration of a run without training (`debug.mode=evaluation`) and starts it: for a run that of the
-run, for a model the named one. What is on the command line wins over both.
+It starts a run without training (`debug.mode=evaluation`), with the configuration of the given run, or for a model the
+one that `--config-name` names. Overrides of the command line win over both.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from pipelinerl.rundir.durable import ScratchFolder
 from pipelinerl.rundir.layout import RunDir
 
 _COMMAND = typed("eval")
-# Of a run's configuration: what belongs to training, to its trackers and to its records.
+# Replaces what a run's configuration says of training, trackers and records.
 _NOT_OF_THE_RUN: dict[str, Any] = {
     "streams": {"backend": "files"},
     "wandb": {"mode": "disabled"},
@@ -50,19 +50,21 @@ def _parser() -> argparse.ArgumentParser:
         prog=_COMMAND,
         usage=f"{_COMMAND} MODEL_OR_RUN [--tasks NAME,...] [-k K] [--output DIR] [key=value ...]",
         description="Evaluate a model on held-out problems and print avg@k and pass@k with 95 %% confidence intervals, "
-        "the length of rollouts and the share that was cut off. Writes a run directory without training: "
-        f"evaluation.json, and rollouts that `{typed('samples')} DIR` shows.",
-        epilog="Ctrl-C keeps the rollouts that ended; the same command goes on with them. Exit code 0: evaluated, "
+        "the length of rollouts and the share that was cut off. Writes a run directory with evaluation.json and with "
+        f"rollouts that `{typed('samples')} DIR` shows.",
+        epilog="Ctrl-C keeps the finished rollouts; the same command continues with them. Exit code 0: evaluated, "
         "1: failed, 2: something has to be changed, 130: interrupted.",
         allow_abbrev=False,
     )
     parser.add_argument(
         "model",
         metavar="MODEL_OR_RUN",
-        help="output_dir of a run (its best model, else its last one, on its held-out sets with its sampling); a model "
-        "inside one; or another model folder or hub name",
+        help="output_dir of a run (its best model, else its last one, on its held-out sets with its sampling), a model "
+        "in one, or any model folder or hub name",
     )
-    parser.add_argument("--tasks", metavar="NAME[,NAME]", help="held-out sets of the task, instead of its own")
+    parser.add_argument(
+        "--tasks", metavar="NAME[,NAME]", help="held-out sets of the task to evaluate instead of the configured ones"
+    )
     parser.add_argument(
         "-k",
         "--samples",
@@ -70,16 +72,14 @@ def _parser() -> argparse.ArgumentParser:
         metavar="K",
         help="samples of each problem; actor.test_samples limits the problems only if there is one set",
     )
-    parser.add_argument("--output", metavar="DIR", help="where to write; if left out results/NAME-evaluation")
-    parser.add_argument(
-        "--config-name", metavar="NAME", help="the task and its sampling, of a model or instead of the run's"
-    )
+    parser.add_argument("--output", metavar="DIR", help="where to write (default: results/NAME-evaluation)")
+    parser.add_argument("--config-name", metavar="NAME", help="task and sampling for a model, or instead of the run's")
     parser.add_argument("--config-dir", metavar="DIR", help="folder with your configurations and your task's code")
     return parser
 
 
 def evaluation_config(args: argparse.Namespace, overrides: Sequence[str], folder: Path) -> ComposedConfig:
-    """Return the configuration of the run that evaluates. `folder` is for its files.
+    """Return the configuration of the run that evaluates. Its files go to `folder`.
 
     Raises:
         ConfigError: there is no such model or run, or something in the configuration has to be changed.
@@ -110,12 +110,12 @@ def evaluation_config(args: argparse.Namespace, overrides: Sequence[str], folder
     _choose_sets(data, tasks, args.samples)
     file = save_composable(data, folder / "evaluation.yaml")
     words = ["--config-name", str(file)] + (["--config-dir", str(user_dirs[0])] if user_dirs else [])
-    # Remarks are about training.
+    # The notes are about training.
     return replace(compose(words), notes=[])
 
 
 def find_model(name: str, needs_model: bool = True) -> tuple[RunDir | None, str]:
-    """Return the run that `name` is or lies in (None: in none), and the model to evaluate ("": none, if not needed).
+    """Return the run that `name` is or is inside of (None: no run), and the model to evaluate ("": none is needed).
 
     Raises:
         ConfigError: the run has not exported a model yet.
@@ -137,25 +137,25 @@ def find_model(name: str, needs_model: bool = True) -> tuple[RunDir | None, str]
         "MODEL_OR_RUN",
         name,
         f"a run with a model in {run.current_model}; a run exports one with its first checkpoint and at its end",
-        f"Evaluate the model that it began with: {_COMMAND} {name} model_path=MODEL.",
+        f"Evaluate the model that it started from: {_COMMAND} {name} model_path=MODEL.",
     )
 
 
 def default_output(model: str) -> Path:
-    """Where the evaluation of MODEL_OR_RUN is written if nothing else is said."""
+    """The default folder for the evaluation of MODEL_OR_RUN."""
     name = Path(model).expanduser().absolute().name if Path(model).is_dir() else model.replace("/", "-")
     return Path("results") / f"{name}-evaluation"
 
 
 def _data_of_run(run: RunDir) -> dict[str, Any]:
-    """The configuration of a run as plain data, without what is only for training."""
-    load_config(run.config_file)  # names what is wrong with it
+    """The configuration of a run as plain data, without what only concerns training."""
+    load_config(run.config_file)  # raises if something is wrong with it
     data: dict[str, Any] = yaml.safe_load(run.config_file.read_text(encoding="utf-8"))
     data |= _NOT_OF_THE_RUN
     data["world"] = {key: value for key, value in data["world"].items() if key not in _COLOCATED_KEYS}
     data["finetune"] |= {"keep_best": None, "lora": {"enabled": False}}
     data["actor"] |= {"evaluation_concurrency": None}
-    # What followed the sampling of training goes on to do so.
+    # Parameters that were equal to those of training keep following them.
     training, evaluation = data["llm"]["parameters"], data["test_llm"]["parameters"]
     for key in LIKE_TRAINING:
         if evaluation.get(key) == training.get(key):
@@ -164,7 +164,7 @@ def _data_of_run(run: RunDir) -> dict[str, Any]:
 
 
 def _choose_sets(data: dict[str, Any], tasks: list[str] | None, samples: int | None) -> None:
-    """Set, in `data`, which held-out sets are evaluated and with how many samples of each problem."""
+    """Set in `data` which held-out sets are evaluated, and with how many samples per problem."""
     own = {repr(each.get("name")): each for each in data.get("eval") or [] if isinstance(each, dict)}
     plain = [name for name in data.get("test_dataset_names") or [] if repr(name) not in own]
     names = [*plain, *(each["name"] for each in own.values() if "name" in each)] if tasks is None else tasks
@@ -173,7 +173,7 @@ def _choose_sets(data: dict[str, Any], tasks: list[str] | None, samples: int | N
         data["eval"] = [own[repr(name)] for name in tasks if repr(name) in own]
     if samples is None:
         return
-    # One set that is a part of itself stays that part.
+    # A limit on problems stays if there is one set.
     most = (data.get("actor") or {}).get("test_samples") if len(names) == 1 else None
     sets = [own.get(repr(name), {"name": name, "problems": most}) for name in names]
     data["test_dataset_names"], data["eval"] = [], [{**each, "k": samples} for each in sets]

@@ -1,11 +1,11 @@
-"""One fate for every sample of a run, reconstructed from its streams.
+"""The fate of every sample of a run, reconstructed from its streams.
 
-Every process writes the fates that it decides. Those of actor and preprocessor are final. A fate `trained` counts if
-its step is in the lineage of the newest checkpoint: a step that was rolled back trained nothing, and its samples are
-pending until the step is repeated. A sample without a fate is pending, in a batch or on its way to one.
+Every process writes the fates that it decides. Those of actor and preprocessor are final. `trained` counts if the step
+is in the lineage of the newest checkpoint: a step that was rolled back trained nothing, and its samples are pending
+until it is repeated. A sample without a fate is pending, in a batch or not.
 
-The writers of a running run are not stopped, so streams are read from the end of the pipeline to its beginning: the
-trainer's first, the actor's last. Whatever is seen then has its cause in a stream that is read later.
+A running run keeps writing, so streams are read from the end of the pipeline to its beginning: the trainer's first, the
+actor's last. The cause of whatever was seen is then in a stream that is read later.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from pipelinerl.streams.read import read_all
 
 @dataclass(frozen=True)
 class RunRecords:
-    """The records of one run, each list in the order of its stream."""
+    """The records of one run, each list in stream order."""
 
     messages: list[TrainerMessage]
     fates: list[FateRecord]
@@ -39,7 +39,7 @@ class RunRecords:
 
 
 def read_records(streams: StreamHub) -> RunRecords:
-    """Read all of it. Raises StreamError for a corrupt record, with file, offset and reason."""
+    """Read all records. Raises StreamError for a corrupt one, with file, offset and reason."""
     messages = list(read_all(streams, TRAINER_TOPIC, TRAINER, TrainerMessage))
     fates = list(read_all(streams, FATES_TOPIC, TRAINER, FateRecord))
     fates += read_all(streams, FATES_TOPIC, PREPROCESSOR, FateRecord)
@@ -54,7 +54,7 @@ SHOWN = 5
 
 @dataclass
 class Ledger:
-    """Samples, fates and steps of a run. `faults` has everything that must not be, one sentence each; empty: clean."""
+    """Samples, fates and steps of a run. `faults` describes every violation; empty: clean."""
 
     samples: dict[str, SampleHead] = field(default_factory=dict)
     unpublished: set[str] = field(default_factory=set)
@@ -70,7 +70,7 @@ class Ledger:
 
     @property
     def submitted(self) -> int:
-        """Samples that the actor produced: published ones, and finished ones of groups that it gave up."""
+        """Samples that the actor produced: published ones, and finished ones of abandoned groups."""
         return len(self.samples) + len(self.unpublished)
 
     def counts(self) -> dict[Fate, int]:
@@ -155,7 +155,7 @@ def _add_fates(ledger: Ledger, records: RunRecords) -> None:
         if record.num_rollouts:
             ledger.rollouts[record.fate] += record.num_rollouts
             ledger.rollouts[f"{record.fate}/{record.reason}"] += record.num_rollouts
-            # Finished samples of a group that the actor gave up exist in no other record.
+            # Finished samples of a group that the actor abandoned are in no other record.
             ledger.unpublished.update(name for name in record.sample_ids if name not in ledger.samples)
             ledger.unpublished_tokens[record.fate] += record.output_tokens
         for name in record.sample_ids:
@@ -177,7 +177,7 @@ def _add_fates(ledger: Ledger, records: RunRecords) -> None:
 
 
 def _check_steps(ledger: Ledger, records: RunRecords) -> None:
-    """Every step that counts has trained exactly its batch."""
+    """Every step that counts trained exactly its batch."""
     done = {
         message.step
         for message in records.messages
@@ -196,4 +196,4 @@ def _check_steps(ledger: Ledger, records: RunRecords) -> None:
     ledger.fault("in a batch that was trained, without that fate", forgotten)
     without = sorted(done - {batch.step for batch in records.batches})
     if without:
-        ledger.faults.append(f"steps {without[:SHOWN]} were taken without a batch")
+        ledger.faults.append(f"steps {without[:SHOWN]} have no batch")

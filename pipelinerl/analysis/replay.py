@@ -1,8 +1,8 @@
 """The command `replay`: train a run again from its recorded streams, without servers, and compare.
 
-Which groups form a batch depends on when they arrived, so that is taken from the record; filters, advantages and the
-packing plan are computed again, each with the configuration of the start that made it. On a CPU with the plain backend
-and one trainer rank, weights and optimizer state come out bit for bit. Nothing is written into the run.
+Which groups form a batch depends on when they arrived, so that is read from the record; filters, advantages and the
+packing plan are recomputed, each with the configuration of the start that made it. On a CPU with the plain backend and
+one trainer rank, weights and optimizer state are reproduced bit for bit. Nothing is written into the run.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ from pipelinerl.streams.read import read_all
 
 
 def read_lineage(streams: StreamHub) -> Lineage:
-    """Which start took which step."""
+    """Which start of the run did which step."""
     lineage = Lineage()
     for message in read_all(streams, TRAINER_TOPIC, TRAINER, TrainerMessage):
         lineage.add(message)
@@ -56,14 +56,14 @@ def read_lineage(streams: StreamHub) -> Lineage:
 
 
 class BatchReplay:
-    """Rebuilds batches one after the other. `groups` are read as far as they are needed and dropped when used."""
+    """Rebuilds batches in order. `groups` are read as far as needed and dropped once used."""
 
     def __init__(self, groups: Iterator[Group]) -> None:
         self._groups = groups
         self._read: dict[str, Group] = {}
 
     def difference(self, batch: TrainingBatch, config: FinetuneConfig) -> str | None:
-        """What the batch, rebuilt with `config`, differs in from the recorded one; None if in nothing."""
+        """How the batch, rebuilt with `config`, differs from the recorded one; None if it does not."""
         recorded = {sample.id: sample for sample in batch.samples}
         rebuilt: list[Sample] = []
         for group_id in batch.group_ids:
@@ -96,7 +96,7 @@ class BatchReplay:
 
 
 def _score(group: Group, recorded: dict[str, Sample], config: FinetuneConfig) -> list[Sample]:
-    # Log-probs of the reference model were added between the two streams.
+    # The preprocessor added the log-probs of the reference model.
     samples = [
         replace(sample, ref_logprobs=recorded[sample.id].ref_logprobs) if sample.id in recorded else sample
         for sample in group.samples
@@ -120,7 +120,7 @@ class TrainingReplay:
         config = run.config_of(0)
         for key, got, expected in (
             ("backend.type", config.backend.type, "plain"),
-            ("world.num_finetune_ranks", run.world.num_finetune_ranks, 1),  # several sum in another order
+            ("world.num_finetune_ranks", run.world.num_finetune_ranks, 1),  # several ranks sum in another order
         ):
             if got != expected:
                 raise ConfigError(key, got, str(expected), "This run cannot be replayed.")
@@ -142,7 +142,7 @@ class TrainingReplay:
         self._steps = StepRunner(self._backend, config.finetune, ranks, pad_id, reference)
 
     def resume(self, incarnation: int) -> None:
-        """Continue as that start of the run did, with its configuration."""
+        """Continue with the configuration of start `incarnation` of the run."""
         config = self._run.config_of(incarnation)
         if config != self._run.config_of(self._incarnation):
             random_state = torch.get_rng_state()
@@ -154,7 +154,7 @@ class TrainingReplay:
         self._incarnation = incarnation
 
     def step(self, batch: TrainingBatch, incarnation: int = 0) -> dict[str, float]:
-        """Train on `batch` as that start of the run did, and return the numbers of the step."""
+        """Train on `batch` as start `incarnation` of the run did, and return the numbers of the step."""
         if incarnation != self._incarnation:
             self.resume(incarnation)
         result = self._steps.run(batch, self._entropy_control)
@@ -190,7 +190,7 @@ def replay_run(
     """Replay up to step `max_steps` (None: all) and stop at the first difference.
 
     Args:
-        on_step: hears of every step and its numbers.
+        on_step: called with every step and its numbers.
 
     Raises:
         ConfigError: the run cannot be replayed.
@@ -202,7 +202,7 @@ def replay_run(
     with open_streams(run) as streams:
         lineage = read_lineage(streams)
         end = lineage.last_step if max_steps is None else min(max_steps, lineage.last_step)
-        # Of a repeated step, the newest numbers.
+        # The newest numbers of repeated steps.
         numbers = {record.step: record.values for record in read_all(streams, METRICS_TOPIC, TRAINER, MetricRecord)}
         rebuild = BatchReplay(read_all(streams, ACTOR_TOPIC, ACTOR, Group))
         for batch in read_all(streams, TRAINING_DATA_TOPIC, PREPROCESSOR, TrainingBatch):
@@ -234,11 +234,11 @@ def main(argv: list[str]) -> int:
     parser = argparse.ArgumentParser(
         prog=typed("replay"),
         description="Rebuild every batch of a run from its recorded groups and train on them again, without servers. "
-        "On a CPU with the plain backend and one trainer rank the training states come out bit by bit.",
-        epilog="With --verify the exit code is 1 if something differs; 2: this run cannot be replayed.",
+        "On a CPU with the plain backend and one trainer rank the training states are reproduced bit for bit.",
+        epilog="Exit code 2: this run cannot be replayed.",
     )
     parser.add_argument("run_dir", help="output_dir of the run")
-    parser.add_argument("--verify", action="store_true", help="say the first step that differs from the record")
+    parser.add_argument("--verify", action="store_true", help="exit with 1 if a step differs from the record")
     parser.add_argument("--steps", type=int, help="stop after this step")
     args = parser.parse_args(argv)
 
@@ -249,7 +249,7 @@ def main(argv: list[str]) -> int:
     report = replay_run(find_run(args.run_dir), args.steps, show)
     states = ", ".join(map(str, report.checked_states)) or "none was kept"
     if report.first_difference is None:
-        print(f"{report.steps} steps are equal to the record; training states compared bit by bit: {states}")
+        print(f"{report.steps} steps are equal to the record; training states compared bit for bit: {states}")
         return 0
-    print(f"first difference: {report.first_difference} (training states that were compared: {states})")
+    print(f"first difference: {report.first_difference} (training states compared: {states})")
     return EXIT_RUN_FAILED if args.verify else 0

@@ -1,7 +1,7 @@
 """Recorded rollouts as plain records: as JSON, and as text for the terminal.
 
-Every line of a model's text begins with a mark of ours and its control characters are escaped, so no text can look like
-a line of ours or drive the terminal.
+Every line of model text gets a prefix, and its control characters are escaped, so it can neither imitate our own lines
+nor control the terminal.
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ from pipelinerl.records import IGNORED_LABEL, EvaluationRollout, RolloutSummary,
 from pipelinerl.tracking.token_text import TokenText, escaped, one_line, shortened
 
 Record = dict[str, Any]
-LEGEND = "Lines with > are what the model generated and is trained on, lines with | are what it was given (or masked)."
+LEGEND = "> is text that the model generated and is trained on, | is text that it was given (or that is masked)."
 EVALUATION_LEGEND = (
-    "Lines with > are what the model generated, lines with | are what it was given (or masked). Nothing is trained."
+    "> is text that the model generated, | is text that it was given (or that is masked). Not trained on."
 )
 _BOLD, _DIM, _RESET = "\x1b[1m", "\x1b[2m", "\x1b[0m"
 _NAMES = {"prompt": "prompt", "context": "context, not trained", "generated": "generated"}
-# Of the lines that say what a rollout is; the numbers in them come from user code.
+# For lines about a rollout: parts of them come from user code.
 _MAX_LINE = 2000
 
 
@@ -45,7 +45,7 @@ def record_of(rollout: StoredRollout, decoder: TokenText | None, fates: Mapping[
 def record_of_evaluation(
     rollout: EvaluationRollout, has_result: bool, decoder: TokenText | None, max_chars: int
 ) -> Record:
-    """The same of a rollout of an evaluation. `has_result`: the evaluation finished. Nothing of it is trained."""
+    """The same for a rollout of an evaluation, which is not trained on. `has_result`: the evaluation finished."""
     samples = []
     for each in rollout.samples:
         texts = {"prompt": each.prompt_text, "generated": each.output_text}
@@ -73,7 +73,7 @@ def record_of_evaluation(
 
 
 def _reported(summary: RolloutSummary | None) -> Record:
-    """What the rollout itself reported; None: not known."""
+    """What the rollout reported; None: unknown."""
     return {
         "rollout_reward": summary.reward if summary else None,
         "success": summary.success if summary else None,
@@ -83,7 +83,7 @@ def _reported(summary: RolloutSummary | None) -> Record:
 
 
 def _sample(sample: Sample, turns: list[Record], fate: str) -> Record:
-    """`masked_tokens` were sampled and are not trained. `fate` is what became of the sample."""
+    """`masked_tokens` were sampled but are not trained on."""
     versions = [span.version for span in sample.version_spans]
     trained = sum(span.end - span.start for span in sample.version_spans)
     texts = [turn["text"] for turn in turns]
@@ -102,10 +102,10 @@ def _sample(sample: Sample, turns: list[Record], fate: str) -> Record:
 
 
 def _turn(kind: str, text: str | None, max_chars: int, **known: Any) -> Record:
-    """`prompt` is what the first request held, `generated` what the model sampled.
+    """`prompt` is the first request, `generated` is what the model sampled.
 
-    `context` is everything else that is not trained: what a tool, a user or the chat template added, and output that
-    was masked (a record does not tell these apart).
+    `context` is everything else that is not trained on: text of tools, users or the chat template, and masked output
+    (a record does not tell these apart).
     """
     shown, cut = shortened(text, max_chars) if text is not None else (None, 0)
     empty: Record = {"trained": False, "first_version": None, "last_version": None, "token_ids": []}
@@ -142,13 +142,13 @@ def _turns(sample: Sample, decoder: TokenText | None, max_chars: int, is_trained
 
 
 def rows(record: Record) -> list[Record]:
-    """One for each sample, with what is known of its rollout; a rollout without samples has one as well."""
+    """One row per sample, with what is known of its rollout; a rollout without samples has one row, too."""
     rollout = {name: value for name, value in record.items() if name != "samples"}
     return [{**rollout, **sample} for sample in record["samples"]] or [{**rollout, "sample_id": None}]
 
 
 def json_lines(record: Record) -> list[str]:
-    """Its rows as JSON: pure ASCII without control characters, so that it can be looked at in a terminal."""
+    """Its rows as JSON: ASCII without control characters, safe to print in a terminal."""
     return [json.dumps(row, ensure_ascii=True, default=str).replace("\x7f", "\\u007f") for row in rows(record)]
 
 
@@ -183,7 +183,7 @@ def _about(record: Record) -> Iterator[str]:
         by = "" if first is None else f", sampled by {_versions(first, last)}"
         yield f"{final}due at version {record['due_version']}{by}"
         if not record["has_result"]:
-            yield "NO RESULT of this evaluation: it still runs, was cut off, or failed as a whole"
+            yield "NO RESULT of this evaluation: it is still running, was cut off, or failed as a whole"
         yield f"problem: {record['problem']}"
         if record["failure"]:
             yield f"FAILED: {record['failure']}"
@@ -196,9 +196,9 @@ def _about(record: Record) -> Iterator[str]:
     if metrics:
         yield "metrics: " + ", ".join(f"{name} {value:g}" for name, value in metrics.items())
     if not record["samples"] and "due_version" not in record:
-        yield "no samples: nothing of this rollout can be trained on"
+        yield "no samples: this rollout has nothing to train on"
     elif not record["samples"] and not record["failure"]:
-        yield "no texts: the rollout returned none, or none that can be recorded"
+        yield "no texts: the rollout returned none that can be recorded"
 
 
 def _about_sample(sample: Record) -> Iterator[str]:
@@ -207,9 +207,9 @@ def _about_sample(sample: Record) -> Iterator[str]:
     yield f"sample {sample['sample_id']}: reward {sample['reward']:g}, {versions}, {tokens}, {sample['fate']}"
     flags = [f"finish reason {sample['finish_reason']}"]
     if not sample["finished"]:
-        flags.append("TRUNCATED: the model did not end it")
+        flags.append("TRUNCATED: the model did not finish it")
     if sample["masked_tokens"]:
-        flags.append(f"MASKED: {sample['masked_tokens']} of its output tokens are not trained")
+        flags.append(f"MASKED: {sample['masked_tokens']} of its output tokens are not trained on")
     if sample["tokens_removed"]:
         flags.append("no text: its tokens were removed (streams.retention=heads)")
     yield ", ".join(flags)

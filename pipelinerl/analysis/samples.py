@@ -41,25 +41,25 @@ _NAMED = 10
 
 
 def nothing_found(run: StartedRun, wanted: Wanted, args: argparse.Namespace, seen: Seen) -> ConfigError:
-    """The error for a run in which nothing that `wanted` asks for was found among `seen`."""
+    """The error if nothing in `seen` is `wanted`."""
     if not seen.groups:
         return _no_rollouts(run, args.evaluation)
     options = {"--dataset": wanted.dataset, "--version": wanted.version, "--step": args.step, "--group": wanted.name}
     given = {name: value for name, value in options.items() if value is not None}
     flags = [f"--{name.replace('_', '-')}" for name in ("failed", "no_success") if getattr(args, name)]
-    next_step = "Leave an option out." if given or flags else "See what they hold without --best and --worst."
+    next_step = "Omit an option." if given or flags else "Omit --best and --worst."
     if wanted.dataset is not None and wanted.dataset not in seen.datasets:
         near = get_close_matches(wanted.dataset, sorted(seen.datasets), n=1)
         next_step = f"Did you mean {near[0]!r}?" if near else next_step
         if not args.evaluation and wanted.dataset in _held_out_names(run):
-            next_step = "It is evaluated on: give --evaluation."
+            next_step = "It is held out: use --evaluation."
     what = "recorded rollouts of evaluations" if args.evaluation else "recorded groups"
     low, high = seen.versions or (0, 0)
     names = ", ".join(map(repr, sorted(seen.datasets)[:_NAMED]))
     return ConfigError(
         " ".join([*given, *flags]) or "--evaluation",
         ", ".join(str(value) for value in given.values()) or True,
-        f"what holds for one of the {seen.groups} {what} (versions {low} to {high}, data sets {names})",
+        f"a value that matches one of the {seen.groups} {what} (versions {low} to {high}, data sets {names})",
         next_step,
     )
 
@@ -71,13 +71,13 @@ def _held_out_names(run: StartedRun) -> list[Any]:
 def _no_rollouts(run: StartedRun, is_evaluation: bool) -> ConfigError:
     config = run.config
     if is_evaluation and config.actor.recorded_test_samples == 0:
-        next_step = "actor.recorded_test_samples=0 asked for none."
+        next_step = "actor.recorded_test_samples=0 records none."
     elif is_evaluation and not config.is_evaluated:
         next_step = "The run has no test_dataset_names and no eval, so nothing is evaluated."
     elif not is_evaluation and config.debug.streams_from is not None:
-        next_step = f"This run reads those of another one (debug.streams_from): give {config.debug.streams_from}."
+        next_step = f"This run reads the rollouts of {config.debug.streams_from} (debug.streams_from): use that run."
     elif run.is_running:
-        next_step = f"Try again later; `{typed('status')} {run.run_dir.root}` shows what the run does now."
+        next_step = f"Try again later; `{typed('status')} {run.run_dir.root}` shows what the run is doing."
     else:
         next_step = f"It ended before: see {run.run_dir.launch_log}."
     what = "recorded rollouts of evaluations" if is_evaluation else "at least one finished group"
@@ -110,11 +110,11 @@ def main(argv: list[str]) -> int:
         print(error, file=sys.stderr)
         return EXIT_RUN_FAILED
     except BrokenPipeError:
-        # `| head` has seen enough. Python would complain once more when it flushes at the end.
+        # `| head` has ended. Python would raise again when it flushes at exit.
         _end_output()
         return 0
     except OSError as error:
-        # The output's disk is full, or something in the run directory is no file.
+        # The disk of the output is full, or something in the run directory is not a file.
         _end_output()
         where = f"{one_line(os.fsdecode(error.filename))}: " if isinstance(error.filename, str | bytes) else ""
         print(f"samples cannot be read or shown: {where}{error.strerror or error}", file=sys.stderr)
@@ -129,19 +129,18 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog=typed("samples"),
         usage="%(prog)s RUN_DIR [options]",
-        description="Show rollouts of a run as text, turn by turn: what the model was given, what it said, the reward, "
-        "the policy versions that sampled it, and what became of it; rollouts of training, or with --evaluation those "
-        "on held-out problems. Special tokens are shown; control characters are shown as escapes (\\x1b). Text is that "
-        "of the run's own tokenizer; nothing is downloaded.",
-        epilog="Recorded are the training rollouts of finished groups, without failed ones (`audit` counts them by "
-        "reason), and actor.recorded_test_samples rollouts of each evaluation, failed ones included. Exit code 0: "
-        "something was shown, 1: a stream is damaged, 2: not the directory of a run, or nothing in it matches.",
+        description="Show rollouts of a run as text, turn by turn, with reward, policy versions and fate; rollouts of "
+        "training, or with --evaluation those on held-out problems. Special tokens are shown, control characters are "
+        "escaped (\\x1b). Text is decoded with the run's own tokenizer; nothing is downloaded.",
+        epilog="Recorded are training rollouts of finished groups, without failed ones (`audit` counts these by reason),"
+        " and actor.recorded_test_samples rollouts of each evaluation, failed ones included. Exit code 0: something was "
+        "shown, 1: a stream is damaged, 2: not the directory of a run, or nothing in it matches.",
     )
     parser.add_argument("run_dir", help="output_dir of the run")
     order = parser.add_mutually_exclusive_group()
     for name, line in _ORDERS.items():
         order.add_argument(
-            f"--{name}", nargs="?", type=positive, const=_COUNT, metavar="N", help=f"{line}; N is {_COUNT} if left out"
+            f"--{name}", nargs="?", type=positive, const=_COUNT, metavar="N", help=f"{line} (N: {_COUNT})"
         )
     parser.add_argument("--evaluation", action="store_true", help="rollouts of evaluations instead of training")
     kind = parser.add_mutually_exclusive_group()
@@ -149,7 +148,9 @@ def _parser() -> argparse.ArgumentParser:
         "--failed", action="store_true", help="with --evaluation: only rollouts that failed, with the reason"
     )
     kind.add_argument(
-        "--no-success", action="store_true", help="with --evaluation: only rollouts without success, failed ones too"
+        "--no-success",
+        action="store_true",
+        help="with --evaluation: only rollouts without success, including failed ones",
     )
     parser.add_argument("--dataset", metavar="NAME", help="only rollouts of this data set")
     parser.add_argument(
@@ -162,15 +163,15 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--group",
         metavar="ID",
-        help="only this group or evaluation (all of it, unless a number is given); or one rollout or sample",
+        help="only this group or evaluation (all of it, unless a number is given), or this rollout or sample",
     )
     parser.add_argument(
         "--max-chars",
         type=whole_number,
         metavar="N",
-        help=f"characters of each turn, its beginning and its end; 0: all. {_MAX_CHARS} if left out, all with --json",
+        help=f"characters shown of each turn, half from each end; 0: all (default: {_MAX_CHARS}, with --json all)",
     )
-    parser.add_argument("--json", action="store_true", help="print one JSON object a line for each sample")
+    parser.add_argument("--json", action="store_true", help="print one JSON object per sample")
     return parser
 
 
@@ -179,9 +180,9 @@ def _contradiction(args: argparse.Namespace) -> str | None:
         given = [name for name in ("failed", "no_success") if getattr(args, name)]
         return f"argument --{given[0].replace('_', '-')}: only with --evaluation" if given else None
     if args.step is not None:
-        return "argument --step: not with --evaluation: no step trains on evaluations"
+        return "argument --step: not allowed with --evaluation: no step trains on evaluations"
     if args.failed and (args.best or args.worst):
-        return "argument --failed: not with --best or --worst: failed rollouts have no reward"
+        return "argument --failed: not allowed with --best or --worst: failed rollouts have no reward"
     return None
 
 
@@ -197,7 +198,7 @@ def _show(run: StartedRun, streams: StreamHub, args: argparse.Namespace) -> None
         # A terminal that cannot show a character gets its escape.
         sys.stdout.reconfigure(errors="backslashreplace")
     if decoder is None:
-        print(f"No texts: {reason}. Counts and ids are shown.", file=sys.stderr)
+        print(f"No texts: {reason}. Only counts and ids are shown.", file=sys.stderr)
     elif not args.json:
         legend = EVALUATION_LEGEND if args.evaluation else LEGEND
         print(f"\x1b[2m{legend}\x1b[0m" if has_colors else legend)

@@ -1,8 +1,8 @@
-"""Writes that survive a crash: replaced files, folders that are complete or absent, fsync policies, locks, and folders
-that do not outlive their process.
+"""Writes that survive a crash: atomically replaced files, folders that are complete or absent, fsync policies, locks,
+and temporary folders that do not outlive their process.
 
 A folder is written next to its final place as `.partial-<name>`, synced, then renamed. A crash at any byte leaves the
-old state and at most a partial folder, which the next write removes. No torch.
+old state and at most a partial folder, which the next write removes.
 """
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ _BLOCK_BYTES = 1 << 20
 
 
 def replace_file(path: Path, content: bytes, durable: bool = False) -> None:
-    """Write `content` to `path` in one atomic step; its folder is created. `durable` also syncs it to the disk.
+    """Replace the file `path` atomically; its folder is created. `durable` also syncs it to the disk.
 
     Raises:
-        OSError: the disk refuses it; the old file is unchanged.
+        OSError: the old file is unchanged.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     draft = path.with_name(f".{path.name}.{os.getpid()}-{threading.get_ident()}.tmp")
@@ -47,7 +47,7 @@ def replace_file(path: Path, content: bytes, durable: bool = False) -> None:
 
 
 def partial_folder(final: Path) -> Path:
-    """Where `final` is written before it is complete (same file system)."""
+    """Where `final` is written until it is complete (on the same file system)."""
     return final.parent / f"{PARTIAL_PREFIX}{final.name}"
 
 
@@ -61,7 +61,7 @@ def start_folder(final: Path) -> Path:
 
 
 def finish_folder(final: Path) -> None:
-    """Make the partial folder durable and give it its final name. An older folder of that name is replaced."""
+    """Sync the partial folder and rename it to `final`, replacing an older folder of that name."""
     partial = partial_folder(final)
     sync_tree(partial)
     if final.exists():
@@ -71,7 +71,7 @@ def finish_folder(final: Path) -> None:
 
 
 def remove_folder(folder: Path) -> None:
-    """Delete `folder`; a failure is a warning."""
+    """Delete `folder`; a failure is only a warning."""
     try:
         shutil.rmtree(folder)
     except OSError as error:
@@ -79,7 +79,7 @@ def remove_folder(folder: Path) -> None:
 
 
 def point_link(link: Path, target: Path) -> None:
-    """Point the symbolic link `link` to `target` in one atomic step (relative, so that the run can be moved)."""
+    """Point the symbolic link `link` to `target` atomically (relative, so that the run can be moved)."""
     draft = link.parent / f"{PARTIAL_PREFIX}{link.name}"
     draft.unlink(missing_ok=True)
     draft.symlink_to(os.path.relpath(target, link.parent), target_is_directory=True)
@@ -123,10 +123,10 @@ def crc32(file: Path) -> int:
 class FileLock:
     """An exclusive lock on `path`, held from construction to `release` or to the end of the process.
 
-    The kernel drops it however the process ends, so there are no stale locks. The file holds the owner's process id.
+    The kernel drops it however the process ends, so locks are never stale. The file holds the owner's process id.
 
     Raises:
-        BlockingIOError: someone else holds it; `strerror` names the process.
+        BlockingIOError: another process holds it; `strerror` names it.
         OSError: the file cannot be created.
     """
 
@@ -151,7 +151,7 @@ class FileLock:
 
 
 def is_locked(path: Path) -> bool:
-    """Whether some process holds the `FileLock` of `path` now. Creates nothing."""
+    """Whether a process holds the `FileLock` of `path` now. Creates nothing."""
     try:
         fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     except FileNotFoundError:
@@ -166,11 +166,12 @@ def is_locked(path: Path) -> bool:
 
 
 class ScratchFolder:
-    """A context manager: `path`, a folder in `parent` (None: the temporary folder) for this user alone, removed when it
-    is left. What processes that were killed left of the same kind is removed first: the kernel has dropped their locks.
+    """A context manager for a private folder in `parent` (None: the temporary folder), removed at the end.
+
+    Folders of the same kind that killed processes left are removed first: the kernel has dropped their locks.
 
     Raises:
-        OSError: it cannot be made.
+        OSError: it cannot be created.
     """
 
     def __init__(self, kind: str, parent: str | None = None) -> None:
@@ -214,8 +215,8 @@ def _remove_unlocked(folder: Path) -> None:
 class Syncer:
     """Syncs one file descriptor to the disk: `never`, at an `interval` (from a thread), or `always` (every write).
 
-    The policy matters when the machine dies. What was handed to the kernel survives the death of the process anyway.
-    Call `wrote`, `sync` and `replace` under the writer's lock; an error in the thread is raised by the next of them.
+    The policy matters if the machine dies; what the kernel has survives the death of the process. Call `wrote`, `sync`
+    and `replace` under the writer's lock; they raise an error of the thread.
     """
 
     def __init__(self, policy: FsyncPolicy) -> None:
@@ -256,7 +257,7 @@ class Syncer:
             self._fd = fd
 
     def close(self) -> None:
-        """Sync a last time and end the thread. The file descriptor stays open."""
+        """Sync once more and end the thread. The file descriptor stays open."""
         try:
             self.sync()
         finally:

@@ -1,8 +1,8 @@
-"""Heartbeat files: what a process waits for, since when, and how far it has come.
+"""Heartbeat files: what a process waits for, since when, and its progress.
 
-A recent beat only says that the process exists. Whether it is stuck follows from the deadline of what it waits for and
-from the time since its last progress. Durations are measured by the process itself, on a clock that nobody sets; how
-old a beat is, its reader measures in the same way.
+A recent beat only says that the process exists. Whether it is stuck follows from the deadline of its wait and the time
+since its last progress. All durations are measured with monotonic clocks: those in a beat by the process, the age of a
+beat by its reader.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ logger = logging.getLogger(__name__)
 
 
 class HeartbeatState(msgspec.Struct, frozen=True, kw_only=True):
-    """One beat, `uptime_s` after the start of the process. `time` (seconds since the epoch) is for people.
+    """One beat, `uptime_s` after the start of the process. `time` (seconds since the epoch) is only for display.
 
-    `progress` counts units of work since the process started; it last grew (or was 0) `idle_s` before the beat. The
-    process had waited `waited_s` for something that may take `deadline_s`.
+    `progress` counts units of work since the start; it last grew `idle_s` before the beat. The process has waited
+    `waited_s` for something that may take `deadline_s`.
     """
 
     pid: int
@@ -39,8 +39,7 @@ class HeartbeatState(msgspec.Struct, frozen=True, kw_only=True):
     deadline_s: float | None = None
 
     def overdue_s(self, age_s: float) -> float:
-        """How long the process has been waiting past its deadline, `age_s` after the beat; 0 while it is within it or
-        waits for nothing."""
+        """Seconds that the process is past the deadline of its wait, `age_s` after the beat; 0 if it is not."""
         if self.waited_s is None or self.deadline_s is None:
             return 0.0
         return max(0.0, self.waited_s + age_s - self.deadline_s)
@@ -57,10 +56,9 @@ class _Wait(msgspec.Struct, frozen=True):
 
 
 class Heartbeat:
-    """Writes the state of this process to `file` every `interval_s`, from a background thread.
+    """Writes the state of this process to `file` every `interval_s` from a background thread.
 
-    The file is replaced atomically. A disk that refuses it costs one warning, never the process. All methods are
-    thread-safe.
+    The file is replaced atomically. A failed write costs one warning. All methods are thread-safe.
 
     Args:
         file: where the state goes; its folder is created.
@@ -80,14 +78,14 @@ class Heartbeat:
         self._thread: threading.Thread | None = None
 
     def start(self) -> Heartbeat:
-        """Write the first beat now and the others from a daemon thread."""
+        """Write the first beat now, the others from a daemon thread."""
         self.beat()
         self._thread = threading.Thread(target=self._run, name="heartbeat", daemon=True)
         self._thread.start()
         return self
 
     def stop(self) -> None:
-        """End the thread and leave a last beat. May be called twice, and without `start`."""
+        """End the thread and write a last beat. May be called twice, and without `start`."""
         self._stopped.set()
         if self._thread is not None:
             self._thread.join()
@@ -108,9 +106,9 @@ class Heartbeat:
 
     @contextmanager
     def waiting(self, what: str, deadline_s: float | None = None) -> Iterator[None]:
-        """Say that this process waits for `what`; past `deadline_s` seconds the supervisor counts it as stuck.
+        """Report that this process waits for `what`; after `deadline_s` seconds the supervisor treats it as stuck.
 
-        Waits may nest and may run in several threads or tasks: the one whose deadline comes first is shown.
+        Waits may nest and run in several threads or tasks; the one with the earliest deadline is reported.
         """
         with self._lock:
             key, self._next_wait = self._next_wait, self._next_wait + 1
@@ -122,7 +120,7 @@ class Heartbeat:
                 del self._waits[key]
 
     def state(self) -> HeartbeatState:
-        """What the next beat would say."""
+        """The state that `beat` writes."""
         with self._lock:
             wait = min(self._waits.values(), key=lambda wait: (wait.ends, wait.since), default=None)
             now = time.monotonic()

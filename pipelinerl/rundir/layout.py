@@ -1,8 +1,7 @@
-"""A run directory: every file name inside it, and `RunIdentity`, which makes it one run."""
+"""A run directory: the names of its files, and its `RunIdentity`."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from pathlib import Path
 
 import msgspec
@@ -13,81 +12,36 @@ from pipelinerl.rundir.durable import replace_file
 _MAX_NAMED = 3
 
 
-@dataclass(frozen=True)
 class RunDir:
-    """Paths of one run. Nothing is created by constructing it."""
+    """Paths of the run in `root`. Creates nothing."""
 
-    root: Path
-
-    @property
-    def config_file(self) -> Path:
-        return self.root / "conf" / "exp_config.yaml"
+    def __init__(self, root: Path) -> None:
+        self.root = root
+        conf = root / "conf"
+        self.config_file = conf / "exp_config.yaml"
+        self.world_file = conf / "world.json"
+        self.identity_file = conf / "run.json"
+        #: Held by the launcher while it is in the directory.
+        self.lock_file = conf / "launch.lock"
+        #: The newest step of each metric that earlier starts gave to trackers (`tracking.sinks`).
+        self.told_file = conf / "told_steps.json"
+        self.streams = root / "streams"
+        self.launch_log = root / "launch.log"
+        self.summary_file = root / "summary.json"
+        self.metrics_file = root / "metrics.jsonl"
+        #: What looked wrong in the run's numbers, one JSON object per line (`tracking.health`).
+        self.findings_file = root / "findings.jsonl"
+        self.learning_curve_file = root / "learning_curve.png"
+        #: Results of a run that only evaluates.
+        self.evaluation_file = root / "evaluation.json"
+        self.finetune = root / "finetune"
+        self.current_model = self.finetune / "current"
+        #: The best model by evaluation, if the run keeps it (`finetune.keep_best`).
+        self.best_model = self.finetune / "best"
 
     def config_of_start(self, incarnation: int) -> Path:
         """The configuration of one start: keys may change at a resume, and `replay` needs those of each step."""
         return self.root / "conf" / "starts" / f"{incarnation}.yaml"
-
-    @property
-    def world_file(self) -> Path:
-        return self.root / "conf" / "world.json"
-
-    @property
-    def identity_file(self) -> Path:
-        """Run id and incarnation: what makes this directory one run."""
-        return self.root / "conf" / "run.json"
-
-    @property
-    def streams(self) -> Path:
-        return self.root / "streams"
-
-    @property
-    def lock_file(self) -> Path:
-        """Held by the launcher while it is in the directory."""
-        return self.root / "conf" / "launch.lock"
-
-    @property
-    def launch_log(self) -> Path:
-        return self.root / "launch.log"
-
-    @property
-    def summary_file(self) -> Path:
-        return self.root / "summary.json"
-
-    @property
-    def metrics_file(self) -> Path:
-        return self.root / "metrics.jsonl"
-
-    @property
-    def told_file(self) -> Path:
-        """The newest step of each metric that earlier starts told (`tracking.sinks`)."""
-        return self.root / "conf" / "told_steps.json"
-
-    @property
-    def findings_file(self) -> Path:
-        """What went wrong in the run's numbers, a JSON object a line (`tracking.health`)."""
-        return self.root / "findings.jsonl"
-
-    @property
-    def learning_curve_file(self) -> Path:
-        return self.root / "learning_curve.png"
-
-    @property
-    def evaluation_file(self) -> Path:
-        """Results of an evaluation alone."""
-        return self.root / "evaluation.json"
-
-    @property
-    def finetune(self) -> Path:
-        return self.root / "finetune"
-
-    @property
-    def current_model(self) -> Path:
-        return self.finetune / "current"
-
-    @property
-    def best_model(self) -> Path:
-        """The best model by evaluation, if the run keeps it (`finetune.keep_best`)."""
-        return self.finetune / "best"
 
     def training_state(self, step: int) -> Path:
         return self.finetune / "training_state" / str(step)
@@ -108,7 +62,7 @@ def newest_training_state(run_dir: RunDir) -> int | None:
 
 
 class RunIdentity(msgspec.Struct, frozen=True, kw_only=True):
-    """`incarnation` counts the starts of the same run from 0."""
+    """`incarnation` counts the starts of the run from 0."""
 
     run_id: str
     incarnation: int
@@ -135,7 +89,7 @@ def read_identity(file: Path) -> RunIdentity:
 
 
 def _runs_in(folder: Path) -> str:
-    """The newest runs below a folder that is none itself, as a remark."""
+    """The newest runs in a folder that is no run itself, as part of a message."""
     files = sorted(folder.glob("*/conf/run.json"), key=lambda file: file.stat().st_mtime, reverse=True)
     names = [str(file.parent.parent) for file in files[:_MAX_NAMED]]
     return f", for instance {' or '.join(names)}" if names else ""
