@@ -132,9 +132,9 @@ def _parser() -> argparse.ArgumentParser:
         description="Show rollouts of a run as text, turn by turn, with reward, policy versions and fate; rollouts of "
         "training, or with --evaluation those on held-out problems. Special tokens are shown, control characters are "
         "escaped (\\x1b). Text is decoded with the run's own tokenizer; nothing is downloaded.",
-        epilog="Recorded are training rollouts of finished groups, without failed ones (`audit` counts these by reason),"
-        " and actor.recorded_test_samples rollouts of each evaluation, failed ones included. Exit code 0: something was "
-        "shown, 1: a stream is damaged, 2: not the directory of a run, or nothing in it matches.",
+        epilog="Recorded are the training rollouts of finished groups, without failed ones (`audit` counts these by "
+        "reason), and actor.recorded_test_samples rollouts of each evaluation, with failed ones. Exit code 0: something"
+        " was shown, 1: a stream is damaged, 2: not the directory of a run, or nothing in it matches.",
     )
     parser.add_argument("run_dir", help="output_dir of the run")
     order = parser.add_mutually_exclusive_group()

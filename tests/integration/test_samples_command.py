@@ -126,7 +126,7 @@ def test_a_folder_that_is_no_run_and_a_run_without_rollouts(tmp_path: Path, caps
 def test_a_stage_alone_names_the_run_that_it_reads(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     run = RecordedRun(tmp_path, debug={"mode": "finetune", "streams_from": "results/first"})
     assert main(["samples", str(run.root)]) == 2
-    assert "give results/first" in capsys.readouterr().err
+    assert "of results/first" in capsys.readouterr().err
 
 
 def test_a_damaged_stream_is_named_with_exit_code_1(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -191,7 +191,7 @@ def test_what_is_not_there_is_one_line(
 @pytest.mark.parametrize(
     ("keys", "message"),
     [
-        ({"actor": {"recorded_test_samples": 0}}, "actor.recorded_test_samples=0 asked for none"),
+        ({"actor": {"recorded_test_samples": 0}}, "actor.recorded_test_samples=0"),
         ({}, "The run has no test_dataset_names"),
         ({"test_dataset_names": ["test"]}, "It ended before"),
     ],

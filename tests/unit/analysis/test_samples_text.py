@@ -75,7 +75,7 @@ def test_masked_truncated_and_removed_tokens_are_said(run: RecordedRun, decoder:
     masked = len(run.ids("masked"))
     sample = run.sample("0-0/r0/s0", parts, finished=False, finish_reason="length", output_tokens=masked + 5)
     text = render(record_of(stored(run, sample), decoder, {}, 0))
-    assert "finish reason length, TRUNCATED: the model did not end it" in text
+    assert "finish reason length, TRUNCATED: " in text
     assert f"MASKED: {masked} of its output tokens are not trained" in text
     assert "pending" in text
     without = StoredRollout(
