@@ -15,6 +15,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from fakes.plain_records import evaluation_result, fate_record, step_done
 from fakes.recorded_run import RecordedRun
 
 from pipelinerl.__main__ import main
@@ -23,7 +24,6 @@ from pipelinerl.records import (
     EvaluationRollout,
     FateRecord,
     MetricRecord,
-    StepDone,
     TokenRatios,
     TrainerMessage,
 )
@@ -55,8 +55,7 @@ def made_run(folder: Path, shift: float = 0.0) -> RecordedRun:
     )
     huge = run.sample("0-52/r0/s0", [("q", False), ("a", True)], [9], metadata={"line": HUGE}, reward=4.0)
     run.write(run.group("0-50", [crossed]), run.group("0-51", [hostile], problem_id=HOSTILE), run.group("0-52", [huge]))
-    fate: dict[str, Any] = {"fate": "trained", "reason": "", "version": 9, "source": "finetune_0"}
-    trained = FateRecord(sample_ids=[crossed.id], group_id="0-50", **fate)
+    trained = fate_record("trained", crossed.id, version=9, group_id="0-50")
     run.write(trained, topic="fates", instance="finetune_0", kind=FateRecord)
     count = crossed.num_trained_tokens
     log_ratios = Array("<f2", [count], np.array([0.0] * (count - 1) + [math.log(2)], "<f2").tobytes())
@@ -68,15 +67,12 @@ def made_run(folder: Path, shift: float = 0.0) -> RecordedRun:
         values = {name: shift + step / STEPS for name in names} | {"finetune/step_s": 2.0, "finetune/samples": 8.0}
         record = MetricRecord(source="finetune_0", step=step, time=step, values=values)
         run.write(record, topic="metrics", instance="finetune_0", kind=MetricRecord)
-        done = StepDone(step=step, time=step, group_ids=[], num_samples=8, samples_processed=8 * step)
-        run.write(done, topic="trainer", instance="finetune_0", kind=TrainerMessage)
+        run.write(step_done(step, step), topic="trainer", instance="finetune_0", kind=TrainerMessage)
     add_finding(run.files.findings_file, Finding(name="spike", step=9, evidence=HOSTILE, advice="Look at it."))
     own: dict[str, Any] = {"problem_id": "p", "dataset_name": "test", "due_version": 0, "is_final": False}
     failed = EvaluationRollout(id="e/r0", group_id="e", problem=HOSTILE, failure="timeout", message=HOSTILE, **own)
     run.write(failed, topic="evaluation_rollouts", kind=EvaluationRollout)
-    result: dict[str, Any] = {"min_version": 0, "max_version": 0, "num_rollouts": 1, "num_failed": 0, "metrics": {}}
-    own = {"dataset_name": "test", "due_version": 0, "is_final": False, "seconds": 1.0, "time": 1.0}
-    evaluation = EvaluationResult(**result, **own, success_rate=0.25, mean_reward=0.25)
+    evaluation = evaluation_result(0, 0.25)
     run.write(evaluation, topic="evaluation", kind=EvaluationResult)
     return run
 

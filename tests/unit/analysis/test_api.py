@@ -11,6 +11,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from fakes.plain_records import evaluation_result
 from fakes.recorded_run import RecordedRun
 
 import pipelinerl
@@ -34,10 +35,7 @@ def recorded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> RecordedRun:
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "pandas" else find_spec(name))
     run = RecordedRun(tmp_path)
     run.write(*run.plain_groups(2, first=1))
-    result = EvaluationResult(
-        due_version=0, min_version=0, max_version=0, is_final=False, dataset_name="test", num_rollouts=4, num_failed=0,
-        success_rate=0.5, mean_reward=1.0, metrics={}, seconds=1.0, time=3.0,
-    )  # fmt: skip
+    result = evaluation_result()
     run.write(result, topic="evaluation", kind=EvaluationResult)
     text = "".join(json.dumps(each) + "\n" for each in METRICS)
     run.files.metrics_file.write_text(text + '{"time": 3.0, "step": 3, "sou')

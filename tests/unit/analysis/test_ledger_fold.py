@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from fakes.plain_records import fate_record, step_done
 
 from pipelinerl.analysis.audit import audit_run, compare_lengths, length_quantiles
 from pipelinerl.analysis.ledger import RunRecords, build_ledger
@@ -37,21 +38,12 @@ def batch(step: int, *names: str) -> BatchHead:
 
 
 def fate(kind: Any, *names: str, version: int = 0, inc: int = 0, reason: str = "r", rollouts: int = 0) -> FateRecord:
-    return FateRecord(
-        sample_ids=list(names),
-        fate=kind,
-        reason=reason,
-        version=version,
-        group_id="g",
-        source="x",
-        incarnation=inc,
-        num_rollouts=rollouts,
-        output_tokens=10 * len(names),
-    )
+    more = {"version": version, "incarnation": inc, "reason": reason, "num_rollouts": rollouts}
+    return fate_record(kind, *names, output_tokens=10 * len(names), **more)
 
 
 def done(step: int, inc: int = 0) -> StepDone:
-    return StepDone(step=step, time=0, group_ids=[], num_samples=2, samples_processed=0, incarnation=inc)
+    return step_done(step, incarnation=inc)
 
 
 def started(step: int, inc: int = 0) -> TrainerStarted:

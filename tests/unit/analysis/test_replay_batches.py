@@ -6,7 +6,9 @@ from pathlib import Path
 
 import msgspec
 import pytest
+from fakes.plain_records import rollout_summary
 from fakes.recorded_run import RecordedRun
+from fakes.short_sample import short_sample
 
 from pipelinerl.__main__ import main
 from pipelinerl.analysis.replay import BatchReplay, replay_run
@@ -17,7 +19,6 @@ from pipelinerl.preprocess.batcher import GroupScorer, ResumePoint
 from pipelinerl.records import (
     Group,
     MetricRecord,
-    RolloutSummary,
     Sample,
     StepDone,
     TrainerMessage,
@@ -42,28 +43,18 @@ CONFIG = FinetuneConfig(
 def group(number: int, rewards: tuple[float, ...]) -> Group:
     group_id = f"0-{number}"
     samples = [
-        Sample(
-            id=f"{group_id}/r{k}/s0",
-            group_id=group_id,
-            rollout_id=f"{group_id}/r{k}",
+        short_sample(
+            f"{group_id}/r{k}/s0",
             input_ids=[1, 2, 3, 4 + k],
             labels=[-100, 2, 3, 4 + k],
             logprobs=[-0.5] * 3,
             reward=reward,
-            finished=True,
-            finish_reason="stop",
-            prompt_tokens=1,
             output_tokens=3,
             version_spans=[VersionSpan(0, 0, 3)],
         )
         for k, reward in enumerate(rewards)
     ]
-    rollouts = [
-        RolloutSummary(
-            rollout_id=s.rollout_id, reward=s.reward, success=True, num_samples=1, output_tokens=3, latency_s=1
-        )
-        for s in samples
-    ]
+    rollouts = [rollout_summary(sample.rollout_id, sample.reward) for sample in samples]
     return Group(id=group_id, problem_id="p", dataset_name="d", samples=samples, rollouts=rollouts)
 
 

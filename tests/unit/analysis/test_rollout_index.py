@@ -7,9 +7,9 @@ import sys
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
+from fakes.plain_records import rollout_summary
 
 from pipelinerl.analysis.view.rollout_index import BLOCK_ROLLOUTS, Filter, GroupRow, Names, RolloutIndex
-from pipelinerl.records import RolloutSummary
 from pipelinerl.streams.base import Entry
 
 
@@ -18,12 +18,7 @@ def test_an_index_of_several_blocks_keeps_pages_and_memory_bounded() -> None:
     groups, attempts = 3000, 64
 
     def rollouts(n: int) -> GroupRow:
-        own = [
-            RolloutSummary(
-                rollout_id=f"{n}/{k}", reward=n + k / 64, success=k == 0, num_samples=1, output_tokens=5, latency_s=1
-            )
-            for k in range(attempts)
-        ]
+        own = [rollout_summary(f"{n}/{k}", n + k / 64, success=k == 0) for k in range(attempts)]
         return GroupRow(id=str(n), samples=[], rollouts=own, problem_id=str(n % 7))
 
     for n in range(1000, groups):

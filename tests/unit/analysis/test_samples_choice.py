@@ -6,11 +6,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from fakes.plain_records import fate_record, step_done
 from fakes.recorded_run import RecordedRun
 
 from pipelinerl.analysis.select import Wanted, choose, fates_of, load, samples_of_step
 from pipelinerl.errors import ConfigError, StreamError
-from pipelinerl.records import FateRecord, StepDone, TrainerMessage, TrainerStarted, TrainingBatch
+from pipelinerl.records import FateRecord, TrainerMessage, TrainerStarted, TrainingBatch
 from pipelinerl.streams.base import ACTOR_TOPIC, FATES_TOPIC, TRAINER_TOPIC, TRAINING_DATA_TOPIC
 from pipelinerl.streams.hub import StreamHub
 
@@ -139,7 +140,7 @@ def test_steps_and_fates_follow_the_line_of_steps(run: RecordedRun) -> None:
     ]
     run.write(*batches, topic=TRAINING_DATA_TOPIC, instance="preprocessor_0", kind=TrainingBatch)
     run.write(
-        *(StepDone(step=n, time=0, group_ids=[], num_samples=2, samples_processed=2) for n in (1, 2)),
+        *(step_done(n) for n in (1, 2)),
         TrainerStarted(step=1, data_offset=1, time=1, incarnation=1),
         topic=TRAINER_TOPIC,
         instance="finetune_0",
@@ -148,9 +149,7 @@ def test_steps_and_fates_follow_the_line_of_steps(run: RecordedRun) -> None:
 
     def fate(kind: Any, group: int, reason: str, version: int = 0) -> FateRecord:
         ids = [sample.id for sample in groups[group].samples]
-        return FateRecord(
-            sample_ids=ids, fate=kind, reason=reason, version=version, group_id=groups[group].id, source="x"
-        )
+        return fate_record(kind, *ids, reason=reason, version=version, group_id=groups[group].id)
 
     run.write(
         fate("trained", 1, "step", 1),

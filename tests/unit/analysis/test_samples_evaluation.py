@@ -7,34 +7,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from fakes.plain_records import evaluation_result, evaluation_sample, rollout_summary
 from fakes.recorded_run import RecordedRun
 
 from pipelinerl.__main__ import main
 from pipelinerl.records import (
     EvaluationResult,
     EvaluationRollout,
-    EvaluationSample,
-    RolloutSummary,
     VersionSpan,
 )
-
-
-def result(due: int, is_final: bool = False, incarnation: int = 0) -> EvaluationResult:
-    return EvaluationResult(
-        due_version=due,
-        min_version=due,
-        max_version=due,
-        is_final=is_final,
-        dataset_name="held_out",
-        num_rollouts=3,
-        num_failed=1,
-        success_rate=0.5,
-        mean_reward=0.0,
-        metrics={},
-        seconds=1.0,
-        time=0.0,
-        incarnation=incarnation,
-    )
 
 
 def rollout(run: RecordedRun, due: int, index: int, incarnation: int = 0, **fields: Any) -> EvaluationRollout:
@@ -46,23 +27,15 @@ def rollout(run: RecordedRun, due: int, index: int, incarnation: int = 0, **fiel
         reward = float(due if index == 2 else -due)
         ids, answer = run.ids(f"<|user|>q{index}<|end|><|assistant|>"), run.ids(f"a{due}<|end|>")
         values = {
-            "summary": RolloutSummary(
-                rollout_id=name, reward=reward, success=index == 2, num_samples=1, output_tokens=2, latency_s=0.5
-            ),
+            "summary": rollout_summary(name, reward, success=index == 2, latency_s=0.5),
             "min_version": due,
             "max_version": due + 1,
             "samples": [
-                EvaluationSample(
-                    id=f"{name}/s0",
-                    group_id=group,
-                    rollout_id=name,
-                    input_ids=[*ids, *answer],
-                    labels=[-100] * len(ids) + answer,
+                evaluation_sample(
+                    f"{name}/s0",
+                    ids,
+                    answer,
                     reward=reward,
-                    finished=True,
-                    finish_reason="stop",
-                    prompt_tokens=len(ids),
-                    output_tokens=len(answer),
                     version_spans=[VersionSpan(due, 0, 1), VersionSpan(due + 1, 1, len(answer))],
                 )
             ],
@@ -88,7 +61,11 @@ def write(run: RecordedRun, rollouts: list[EvaluationRollout], results: list[Eva
 def run(tmp_path_factory: pytest.TempPathFactory) -> RecordedRun:
     run = RecordedRun(tmp_path_factory.mktemp("recorded"), test_dataset_names=["held_out"])
     run.write(*run.plain_groups(2))
-    write(run, [rollout(run, due, index) for due in (0, 50, 100) for index in range(3)], [result(0), result(50)])
+    write(
+        run,
+        [rollout(run, due, index) for due in (0, 50, 100) for index in range(3)],
+        [evaluation_result(0), evaluation_result(50)],
+    )
     return run
 
 
@@ -147,12 +124,12 @@ def test_o2_an_evaluation_that_was_cut_off_is_marked_until_it_is_made_again(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     run = RecordedRun(tmp_path)
-    write(run, [rollout(run, 50, 1)], [result(0)])
+    write(run, [rollout(run, 50, 1)], [evaluation_result(0)])
     assert "NO RESULT of this evaluation" in shown(run, capsys)
     write(run, [rollout(run, 50, 1, incarnation=1), rollout(run, 50, 2, incarnation=1)], [])
     both = shown(run, capsys, "--version", "50")
     assert names(both) == ["0-50/r1", "1-50/r1", "1-50/r2"] and both.count("NO RESULT") == 3
-    write(run, [], [result(50, incarnation=1)])
+    write(run, [], [evaluation_result(50, incarnation=1)])
     once = shown(run, capsys, "--version", "50")
     assert names(once) == ["1-50/r1", "1-50/r2"] and "NO RESULT" not in once
     assert "NO RESULT" in shown(run, capsys, "--group", "evaluation-0-50"), "asked for by name it is there"
@@ -166,7 +143,7 @@ def test_a_text_without_ids_is_shown_as_it_is(tmp_path: Path, capsys: pytest.Cap
     bare = msgspec.structs.replace(
         whole.samples[0], input_ids=[], labels=[], version_spans=[], prompt_text="2+2?", output_text="4\x1b[2J"
     )
-    write(run, [msgspec.structs.replace(whole, samples=[bare])], [result(3)])
+    write(run, [msgspec.structs.replace(whole, samples=[bare])], [evaluation_result(3)])
     text = shown(run, capsys)
     assert "  | 2+2?\n" in text and "  > 4\\x1b[2J" in text and "removed" not in text and "MASKED" not in text
 

@@ -14,6 +14,7 @@ from typing import Any
 import msgspec
 import numpy as np
 import pytest
+from fakes.plain_records import evaluation_result, evaluation_sample, fate_record, rollout_summary, step_done
 from fakes.recorded_run import RecordedRun
 from fastapi.testclient import TestClient
 
@@ -28,11 +29,8 @@ from pipelinerl.analysis.view.watched_run import WatchedRun
 from pipelinerl.records import (
     EvaluationResult,
     EvaluationRollout,
-    EvaluationSample,
     FateRecord,
     MetricRecord,
-    RolloutSummary,
-    StepDone,
     TokenRatios,
     TrainerMessage,
     TrainerStarted,
@@ -82,38 +80,27 @@ def evaluation(name: str, **fields: Any) -> EvaluationRollout:
     return EvaluationRollout(**{**values, **fields})
 
 
-def summary(success: bool) -> RolloutSummary:
-    return RolloutSummary(
-        rollout_id="", reward=float(success), success=success, num_samples=1, output_tokens=3, latency_s=1
-    )
-
-
 @pytest.fixture
 def run(tmp_path: Path) -> RecordedRun:
     """Groups `0-0` to `0-39` in many small files. Step 1 trained `0-0`; `0-1` was filtered."""
     run = RecordedRun(tmp_path, streams={"shard_bytes": 1500})
     run.write(*run.plain_groups(GROUPS))
     first = in_group(run, 0)
-    samples = [
-        type(sample)(
-            **{name: getattr(sample, name) for name in sample.__struct_fields__ if name != "advantage"}, advantage=0.5
-        )
-        for sample in first.samples
-    ]
+    samples = [msgspec.structs.replace(sample, advantage=0.5) for sample in first.samples]
     batch = TrainingBatch(id="b", step=1, samples=samples, group_ids=["0-0"], plan=[[[0, 1]]], actor_offset=1)
     run.write(batch, topic="training_data", instance="preprocessor_0", kind=TrainingBatch)
     run.write(
         TrainerStarted(step=0, data_offset=0, time=1),
-        StepDone(step=1, time=2, group_ids=["0-0"], num_samples=2, samples_processed=2),
+        step_done(1, 2),
         topic="trainer",
         instance="finetune_0",
         kind=TrainerMessage,
     )
-    own: dict[str, Any] = {"reason": "", "source": "finetune", "output_tokens": 30, "num_rollouts": 2}
-    trained = FateRecord(sample_ids=["0-0/r0/s0", "0-0/r1/s0"], fate="trained", version=1, group_id="0-0", **own)
+    own: dict[str, Any] = {"version": 1, "group_id": "0-0", "output_tokens": 30, "num_rollouts": 2}
+    trained = fate_record("trained", "0-0/r0/s0", "0-0/r1/s0", **own)
     run.write(trained, topic="fates", instance="finetune_0", kind=FateRecord)
-    own = {**own, "reason": "zero_advantage", "output_tokens": 10}
-    filtered = FateRecord(sample_ids=["0-1/r0/s0"], fate="filtered", version=0, group_id="0-1", **own)
+    own = {"reason": "zero_advantage", "group_id": "0-1", "output_tokens": 10, "num_rollouts": 2}
+    filtered = fate_record("filtered", "0-1/r0/s0", **own)
     run.write(filtered, topic="fates", instance="preprocessor_0", kind=FateRecord)
     values = {"finetune/reward_mean": 0.25, "finetune/step_s": 36.0, "finetune/samples": 2.0}
     run.write(
@@ -249,8 +236,7 @@ def test_tokens_have_the_importance_ratio_that_a_rank_recorded(client: TestClien
 def test_an_importance_ratio_is_found_without_a_walk_through_the_steps(watched: WatchedRun, run: RecordedRun) -> None:
     """Start 0 recorded nothing up to step 100 and ended after 600; start 1 trained on from 500, `s0` on rank 1."""
     done = [(start, step) for start, steps in ((0, range(101, 601)), (1, range(501, 1001))) for step in steps]
-    own: dict[str, Any] = {"group_ids": [], "num_samples": 1, "samples_processed": 1}
-    reports = [StepDone(step=step, incarnation=start, time=step, **own) for start, step in done]
+    reports = [step_done(step, incarnation=start) for start, step in done]
     started = TrainerStarted(step=500, incarnation=1, data_offset=0, time=1)
     run.write(*reports[:500], started, *reports[500:], topic="trainer", instance="finetune_0", kind=TrainerMessage)
     for rank, name in enumerate(("other", "s0")):
@@ -348,8 +334,7 @@ def test_the_overview_adds_up(client: TestClient) -> None:
 
 def test_a_long_curve_is_averaged(run: RecordedRun, client: TestClient, watched: WatchedRun) -> None:
     steps = 2 * MAX_POINTS
-    own: dict[str, Any] = {"group_ids": [], "num_samples": 1, "samples_processed": 1}
-    done = [StepDone(step=step, time=step, **own) for step in range(2, steps + 1)]
+    done = [step_done(step) for step in range(2, steps + 1)]
     run.write(*done, topic="trainer", instance="finetune_0", kind=TrainerMessage)
     values = [MetricRecord(source="finetune_0", step=n, time=n, values={"x": float(n)}) for n in range(1, steps + 1)]
     run.write(*values, topic="metrics", instance="finetune_0", kind=MetricRecord)
@@ -359,38 +344,13 @@ def test_a_long_curve_is_averaged(run: RecordedRun, client: TestClient, watched:
 
 
 def test_rollouts_of_evaluations_with_their_failures(client: TestClient, run: RecordedRun, watched: WatchedRun) -> None:
-    sample = EvaluationSample(
-        id="e/r0/s0",
-        group_id="e",
-        rollout_id="e/r0",
-        input_ids=run.ids("q") + run.ids("a"),
-        labels=[-100] * len(run.ids("q")) + run.ids("a"),
-        reward=1.0,
-        finished=True,
-        finish_reason="stop",
-        prompt_tokens=len(run.ids("q")),
-        output_tokens=len(run.ids("a")),
-        version_spans=[],
-    )
+    sample = evaluation_sample("e/r0/s0", run.ids("q"), run.ids("a"))
     rollouts = [
-        evaluation("e/r0", samples=[sample], summary=summary(True), due_version=4),
+        evaluation("e/r0", samples=[sample], summary=rollout_summary(), due_version=4),
         evaluation("e/r1", failure="timeout", message="took too long", due_version=4),
     ]
     run.write(*rollouts, topic="evaluation_rollouts", kind=EvaluationRollout)
-    result = EvaluationResult(
-        due_version=4,
-        min_version=4,
-        max_version=4,
-        is_final=False,
-        dataset_name="test",
-        num_rollouts=1,
-        num_failed=1,
-        success_rate=1.0,
-        mean_reward=1.0,
-        metrics={},
-        seconds=1,
-        time=9,
-    )
+    result = evaluation_result(4, 1.0)
     run.write(result, topic="evaluation", kind=EvaluationResult)
     wait_until(lambda: watched.index["evaluation"].num_rollouts == 2 and watched.evaluations.made, 2.0)
     assert rewards(client, source="evaluation") == [None, 1.0]
@@ -458,8 +418,8 @@ def test_the_exported_file_holds_chosen_rollouts_and_is_inert(run: RecordedRun, 
 def test_curves_leave_room_for_rollouts_in_an_exported_file(
     run: RecordedRun, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    steps, own = 120, {"group_ids": [], "num_samples": 1, "samples_processed": 1}
-    done = [StepDone(step=step, time=step, **own) for step in range(2, steps + 1)]  # type: ignore[arg-type]
+    steps = 120
+    done = [step_done(step) for step in range(2, steps + 1)]
     run.write(*done, topic="trainer", instance="finetune_0", kind=TrainerMessage)
     names = ["actor/server_idle_s_0", "finetune/ess", *(f"actor/own_{number}" for number in range(500))]
     values = [

@@ -6,10 +6,11 @@ from pathlib import Path
 
 import msgspec
 import pytest
+from fakes.short_sample import short_sample
 
 from pipelinerl.config.resources import FileStreams
 from pipelinerl.errors import StreamError
-from pipelinerl.records import SCHEMA_VERSION, Group, Sample, VersionSpan
+from pipelinerl.records import SCHEMA_VERSION, Group
 from pipelinerl.rundir.layout import RunDir
 from pipelinerl.streams.files import FileReader, FileWriter
 from pipelinerl.streams.hub import StreamHub
@@ -22,20 +23,7 @@ class GroupHead(msgspec.Struct, kw_only=True):
 
 
 def group(n: int) -> Group:
-    sample = Sample(
-        id=f"0-{n}/r0/s0",
-        group_id=f"0-{n}",
-        rollout_id=f"0-{n}/r0",
-        input_ids=[5, 6, 7],
-        labels=[-100, 6, 7],
-        logprobs=[-0.5, -0.5],
-        reward=1.0,
-        finished=True,
-        finish_reason="stop",
-        prompt_tokens=1,
-        output_tokens=2,
-        version_spans=[VersionSpan(3, 0, 2)],
-    )
+    sample = short_sample(f"0-{n}/r0/s0", input_ids=[5, 6, 7], labels=[-100, 6, 7], logprobs=[-0.5, -0.5])
     return Group(id=f"0-{n}", problem_id="p", dataset_name="d", samples=[sample], rollouts=[])
 
 

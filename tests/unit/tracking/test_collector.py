@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from fakes.plain_records import evaluation_result, fate_record, step_done
 from fakes.ports import refused_port
 
 from pipelinerl.config import RunConfig
@@ -20,7 +21,6 @@ from pipelinerl.records import (
     EvaluationRollout,
     FateRecord,
     MetricRecord,
-    StepDone,
     TrainerMessage,
     TrainingDone,
     WeightUpdateSuccess,
@@ -44,11 +44,7 @@ WORLD = WorldMap(JOBS, "cpu", 1, "127.0.0.1", 1)
 
 
 def evaluation(due: int, success: float, final: bool) -> EvaluationResult:
-    numbers: dict[str, Any] = {"num_rollouts": 10, "num_failed": 0, "success_rate": success, "mean_reward": success}
-    versions: dict[str, Any] = {"due_version": due, "min_version": due, "max_version": due, "is_final": final}
-    return EvaluationResult(
-        **numbers, **versions, dataset_name="test", metrics={"turns": 3.5}, seconds=1.0, time=11.0 + due
-    )
+    return evaluation_result(due, success, is_final=final, metrics={"turns": 3.5}, time=11.0 + due)
 
 
 class Run:
@@ -75,10 +71,8 @@ class Run:
         )
         results.write(evaluation(0, 0.25, False))
         trainer.write(WeightUpdateSuccess(version=1, time=14.0, seconds={"total": 0.2}, num_servers=1))
-        fates.write(
-            FateRecord(sample_ids=["a", "b"], fate="trained", reason="", version=1, group_id="g", source="finetune_0")
-        )
-        trainer.write(StepDone(step=1, time=15.0, group_ids=["g"], num_samples=2, samples_processed=2))
+        fates.write(fate_record("trained", "a", "b", version=1))
+        trainer.write(step_done(1, 15.0))
         numbers.log(1, {"finetune/loss": -0.5, "finetune/lag_max_versions": 1.0})
         trainer.write(TrainingDone(version=1, time=15.0, samples_processed=2))
         results.write(evaluation(1, 0.75, True))

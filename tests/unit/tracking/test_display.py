@@ -7,8 +7,9 @@ from pathlib import Path
 
 import msgspec
 import pytest
+from fakes.plain_records import evaluation_result, step_done
 
-from pipelinerl.records import EvaluationResult, MetricRecord, StepDone, WeightUpdateSuccess
+from pipelinerl.records import MetricRecord, WeightUpdateSuccess
 from pipelinerl.tracking import display as display_module
 from pipelinerl.tracking.display import (
     LiveDisplay,
@@ -20,22 +21,9 @@ from pipelinerl.tracking.display import (
 from pipelinerl.tracking.state import RunState
 from pipelinerl.tracking.summary import LearningCurve, plot_learning_curve
 
-EVALUATION = EvaluationResult(
-    due_version=0,
-    min_version=0,
-    max_version=0,
-    is_final=False,
-    dataset_name="guessing_test",
-    num_rollouts=512,
-    num_failed=2,
-    success_rate=0.375,
-    mean_reward=0.25,
-    metrics={},
-    seconds=12.0,
-    time=50.0,
+EVALUATION = evaluation_result(
+    0, 0.375, dataset_name="guessing_test", num_rollouts=512, num_failed=2, mean_reward=0.25, seconds=12.0, time=50.0
 )
-
-
 STEP = MetricRecord(source="finetune_0", step=1, time=60.0, values={"finetune/reward_mean": 0.5})
 
 
@@ -56,7 +44,7 @@ def running() -> RunState:
     state.fold_metrics(
         MetricRecord(source="finetune_0", step=1, time=60.0, values={f"finetune/{k}": v for k, v in trained.items()})
     )
-    state.fold_trainer(StepDone(step=1, time=175.0, group_ids=[], num_samples=8, samples_processed=8))
+    state.fold_trainer(step_done(1, 175.0))
     return state
 
 
@@ -84,7 +72,7 @@ def test_the_plain_line_is_about_the_step_of_its_record() -> None:
     for step, reward in ((2, 0.25), (3, 0.75)):  # the preprocessor is a batch ahead of the trainer
         values = {"preprocessor/reward_mean": reward, "preprocessor/success_rate": reward}
         state.fold_metrics(MetricRecord(source="preprocessor_0", step=step, time=70.0, values=values))
-    state.fold_trainer(StepDone(step=3, time=176.0, group_ids=[], num_samples=8, samples_processed=8))
+    state.fold_trainer(step_done(3, 176.0))
     trained = {"finetune/reward_mean": 0.3, "finetune/grad_norm": 0.125}
     record = MetricRecord(source="finetune_0", step=2, time=71.0, values=trained)
     state.fold_metrics(record)
@@ -108,8 +96,7 @@ def test_a_line_says_what_is_left_and_who_waits() -> None:
         numbers = {"finetune/step_s": 30.0 if step == 5 else 2.0, "finetune/wait_data_s": 0.25}
         record = MetricRecord(source="finetune_0", step=step, time=60.0 + step, values=numbers)
         state.fold_metrics(record)
-        done = StepDone(step=step, time=60.0 + step, group_ids=[], num_samples=8, samples_processed=8 * step)
-        state.fold_trainer(done)
+        state.fold_trainer(step_done(step, 60.0 + step))
     more = {
         "actor/server_idle_s_0": 1.0,
         "actor/server_idle_s_1": 0.5,

@@ -7,8 +7,9 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from fakes.plain_records import evaluation_result, fate_record
 
-from pipelinerl.records import EvaluationResult, FateRecord, MetricRecord
+from pipelinerl.records import FateRecord, MetricRecord
 from pipelinerl.tracking.health import (
     AGAIN_AFTER_STEPS,
     FILTERED_STEPS,
@@ -98,29 +99,12 @@ def run(curves: dict[str, Curve], evaluations: dict[int, float] | None = None, l
     found = []
     for step in range(1, last + 1):
         if step in (evaluations or {}):
-            state.fold_evaluation(evaluation(step, evaluations[step]))  # type: ignore[index]
+            state.fold_evaluation(evaluation_result(step, evaluations[step], num_rollouts=512))  # type: ignore[index]
         values = {name: curve(step) for name, curve in curves.items()}
         record = MetricRecord(source="finetune_0", step=step, time=float(step), values=values)
         state.fold_metrics(record)
         found += health.metrics(state, record)
     return found
-
-
-def evaluation(version: int, success: float) -> EvaluationResult:
-    return EvaluationResult(
-        dataset_name="test",
-        due_version=version,
-        is_final=False,
-        min_version=version,
-        max_version=version,
-        num_rollouts=512,
-        num_failed=0,
-        success_rate=success,
-        mean_reward=success,
-        metrics={},
-        seconds=1.0,
-        time=float(version),
-    )
 
 
 def test_a_healthy_run_has_no_finding() -> None:
@@ -233,8 +217,7 @@ def zero_advantage(step: int, fraction: float | None) -> MetricRecord:
 
 
 def filtered(samples: int, reason: str = "zero_advantage") -> FateRecord:
-    ids = [str(index) for index in range(samples)]
-    return FateRecord(sample_ids=ids, fate="filtered", reason=reason, version=1, group_id="g", source="preprocessor_0")
+    return fate_record("filtered", *map(str, range(samples)), reason=reason, version=1)
 
 
 def steps_said(watch: EqualRewards, first: int, last: int, fraction: float | None) -> list[int]:

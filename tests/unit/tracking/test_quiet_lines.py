@@ -9,9 +9,10 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
+from fakes.plain_records import evaluation_result, step_done
 
 from pipelinerl.config import RunConfig
-from pipelinerl.records import EvaluationResult, MetricRecord, StepDone, TrainingDone, WeightUpdateSuccess
+from pipelinerl.records import MetricRecord, TrainingDone, WeightUpdateSuccess
 from pipelinerl.rundir.heartbeat import HeartbeatState
 from pipelinerl.rundir.layout import RunDir
 from pipelinerl.streams.hub import StreamHub
@@ -34,16 +35,6 @@ def line(state: RunState, beats: dict[str, HeartbeatState | None]) -> str:
     return quiet_line(state, CONFIG, beats, run_s=30.0)
 
 
-def evaluated() -> RunState:
-    state = RunState()
-    result = {
-        **{"due_version": 0, "min_version": 0, "max_version": 0, "is_final": False, "dataset_name": "test"},
-        **{"num_rollouts": 8, "num_failed": 0, "success_rate": 0.5, "mean_reward": 0.5, "seconds": 1.0, "time": 50.0},
-    }
-    state.fold_evaluation(EvaluationResult(metrics={}, **result))
-    return state
-
-
 def test_a_continued_run_is_not_what_its_last_start_was() -> None:
     state = RunState(incarnation=1)
     told = []
@@ -61,9 +52,10 @@ def test_it_names_the_step_the_samples_and_who_waits() -> None:
     text = line(RunState(), beats)
     assert "30 s" in text and "preprocessor_0" in text and "finetune_0 waits for y (25 s)" in text
     assert "actor_0" not in text, "a wait of 4 s is not worth a word"
-    state = evaluated()
+    state = RunState()
+    state.fold_evaluation(evaluation_result(time=50.0))
     state.fold_trainer(WeightUpdateSuccess(version=12, time=40.0, seconds={"total": 0.3}, num_servers=2))
-    state.fold_trainer(StepDone(step=12, time=60.0, group_ids=[], num_samples=8, samples_processed=8))
+    state.fold_trainer(step_done(12, 60.0))
     values = {
         "actor/admitted_samples": 400.0,
         "actor/in_flight_samples": 88.0,

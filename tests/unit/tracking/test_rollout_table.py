@@ -6,48 +6,25 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from fakes.plain_records import evaluation_result, evaluation_sample, rollout_summary
 from fakes.recorded_run import RecordedRun
 
-from pipelinerl.records import EvaluationResult, EvaluationRollout, EvaluationSample, RolloutSummary
+from pipelinerl.records import EvaluationRollout, EvaluationSample
 from pipelinerl.tracking.rollout_table import MAX_CHARS, RolloutTable, RolloutTables
 
 TOPIC = "evaluation_rollouts"
 
 
-def result(due: int, dataset: str = "test", is_final: bool = False) -> EvaluationResult:
-    numbers: dict[str, Any] = {"num_rollouts": 1, "num_failed": 0, "success_rate": 1.0, "mean_reward": 1.0}
-    versions: dict[str, Any] = {"due_version": due, "min_version": due, "max_version": due, "is_final": is_final}
-    return EvaluationResult(**numbers, **versions, dataset_name=dataset, metrics={}, seconds=1.0, time=1.0)
-
-
 def rollout(name: str, problem: str, due: int, text: str = "", **fields: Any) -> EvaluationRollout:
     """An attempt at `problem` that returned a text without ids."""
-    nothing: dict[str, Any] = {"input_ids": [], "labels": [], "prompt_tokens": 0, "version_spans": []}
-    sample = EvaluationSample(
-        id=f"{name}/s0",
-        group_id="e",
-        rollout_id=name,
-        reward=0.5,
-        finished=True,
-        finish_reason="stop",
-        output_tokens=3,
-        prompt_text=f"what is {problem}?",
-        output_text=text,
-        **nothing,
+    sample = evaluation_sample(
+        f"{name}/s0", [], [], reward=0.5, output_tokens=3, prompt_text=f"what is {problem}?", output_text=text
     )
-    summary = RolloutSummary(
-        rollout_id=name, reward=0.5, success=True, num_samples=1, output_tokens=3, latency_s=1.0, metrics={}
-    )
-    values: dict[str, Any] = {"samples": [sample], "summary": summary, "min_version": due, "max_version": due}
-    return EvaluationRollout(
-        id=name,
-        group_id="e",
-        problem_id=problem,
-        problem="{}",
-        due_version=due,
-        is_final=False,
-        **({"dataset_name": "test"} | values | fields),
-    )
+    values: dict[str, Any] = {
+        **{"group_id": "e", "problem": "{}", "is_final": False, "dataset_name": "test", "samples": [sample]},
+        **{"summary": rollout_summary(name, 0.5), "min_version": due, "max_version": due},
+    }
+    return EvaluationRollout(id=name, problem_id=problem, due_version=due, **values | fields)
 
 
 def tables(run: RecordedRun) -> RolloutTables:
@@ -71,11 +48,14 @@ def test_the_same_problems_are_shown_in_every_evaluation(tmp_path: Path) -> None
     for due, order in ((0, problems), (5, problems[::-1])):
         attempts = [rollout(f"{due}/r{n}", problem, due) for n, problem in enumerate([*order, *order])]
         write(run, *attempts, rollout("x", "other", due, dataset_name="hard"))
-        table = made.table_of(result(due))
+        table = made.table_of(evaluation_result(due))
         assert table is not None and (table.dataset, table.version) == ("test", due)
         shown.append(column(table, "problem"))
-        assert column(made.table_of(result(due, "hard")), "problem") == ["other"]
-        assert made.table_of(result(due, "all")) is None and made.table_of(result(due, is_final=True)) is None
+        assert column(made.table_of(evaluation_result(due, dataset_name="hard")), "problem") == ["other"]
+        assert (
+            made.table_of(evaluation_result(due, dataset_name="all")) is None
+            and made.table_of(evaluation_result(due, is_final=True)) is None
+        )
     assert shown[0] == shown[1] and len(set(shown[0])) == 3
 
 
@@ -90,7 +70,7 @@ def test_a_row_says_what_happened(tmp_path: Path) -> None:
         rollout("e/r0", "a", 3, samples=[sampled], max_version=4),
         rollout("e/r1", "b", 3, **failed, failure="timeout", message="after 9 s"),
     )
-    table = tables(run).table_of(result(3))
+    table = tables(run).table_of(evaluation_result(3))
     assert table is not None
     assert table.columns == (
         *("version", "sampled_by", "problem", "prompt", "answer", "reward", "success", "tokens", "end"),
@@ -113,7 +93,7 @@ def test_texts_are_inert_and_bounded(text: str, shown: str, tmp_path: Path) -> N
     run = RecordedRun(tmp_path)
     made = tables(run)
     made._keep(rollout("e/r0", "a", 0, text))
-    assert column(made.table_of(result(0)), "answer") == [shown] and MAX_CHARS == 2000
+    assert column(made.table_of(evaluation_result(0)), "answer") == [shown] and MAX_CHARS == 2000
 
 
 def test_a_model_without_a_tokenizer_here_has_its_tokens_counted(tmp_path: Path) -> None:
@@ -123,7 +103,7 @@ def test_a_model_without_a_tokenizer_here_has_its_tokens_counted(tmp_path: Path)
         file.unlink()
     sampled = EvaluationSample(**{name: getattr(sample, name) for name in sample.__struct_fields__})
     write(run, rollout("e/r0", "a", 0, samples=[sampled]))
-    (answer,) = column(tables(run).table_of(result(0)), "answer")
+    (answer,) = column(tables(run).table_of(evaluation_result(0)), "answer")
     assert answer.startswith(f"({len(run.ids('cde'))} tokens; ")
 
 
@@ -132,5 +112,5 @@ def test_a_later_start_reads_no_more_than_the_newest_part_of_the_stream(tmp_path
     write(run, rollout("0/r0", "a", 0))
     later = tables(run)
     write(run, rollout("5/r0", "b", 5))
-    assert column(later.table_of(result(5)), "problem") == ["b"]
-    assert later.table_of(result(0)) is None
+    assert column(later.table_of(evaluation_result(5)), "problem") == ["b"]
+    assert later.table_of(evaluation_result(0)) is None

@@ -7,13 +7,12 @@ import time
 from pathlib import Path
 
 import pytest
+from fakes.plain_records import evaluation_result, fate_record, step_done
 
 from pipelinerl.records import (
-    EvaluationResult,
     Fate,
     FateRecord,
     MetricRecord,
-    StepDone,
     TrainingDone,
     WeightUpdateSuccess,
     record_time,
@@ -29,41 +28,9 @@ def update(version: int, time: float, total: float, probe: float | None = None, 
     )
 
 
-def step(n: int, time: float, samples: int, inc: int = 0) -> StepDone:
-    return StepDone(step=n, time=time, group_ids=["g"], num_samples=samples, samples_processed=0, incarnation=inc)
-
-
-def evaluation(
-    due: int, success: float, rollouts: int = 100, final: bool = False, time: float = 0.0, dataset: str = "test"
-) -> EvaluationResult:
-    return EvaluationResult(
-        due_version=due,
-        min_version=due,
-        max_version=due,
-        is_final=final,
-        dataset_name=dataset,
-        num_rollouts=rollouts,
-        num_failed=0,
-        success_rate=success,
-        mean_reward=success,
-        metrics={},
-        seconds=1.0,
-        time=time,
-    )
-
-
 def fate(kind: Fate, count: int, version: int = 1, tokens: int = 0, rollouts: int = 0, inc: int = 0) -> FateRecord:
-    return FateRecord(
-        sample_ids=[f"g/r{n}/s0" for n in range(count)],
-        fate=kind,
-        reason="r",
-        version=version,
-        group_id="g",
-        source="x",
-        output_tokens=tokens,
-        num_rollouts=rollouts,
-        incarnation=inc,
-    )
+    names = [f"g/r{n}/s0" for n in range(count)]
+    return fate_record(kind, *names, version=version, output_tokens=tokens, num_rollouts=rollouts, incarnation=inc)
 
 
 def metrics(n: int, **values: float) -> MetricRecord:
@@ -76,15 +43,15 @@ def metrics(n: int, **values: float) -> MetricRecord:
 def finished() -> RunState:
     state = RunState()
     state.fold_trainer(update(0, time=100.0, total=0.5, probe=1e-6))
-    state.fold_evaluation(evaluation(0, success=0.3, rollouts=300, time=110.0, dataset="a"))
-    state.fold_evaluation(evaluation(0, success=0.5, rollouts=100, time=109.0, dataset="b"))
+    state.fold_evaluation(evaluation_result(0, 0.3, num_rollouts=300, time=110.0, dataset_name="a"))
+    state.fold_evaluation(evaluation_result(0, 0.5, num_rollouts=100, time=109.0, dataset_name="b"))
     state.fold_trainer(update(1, time=119.0, total=0.2, probe=3e-6))
-    state.fold_trainer(step(1, time=120.0, samples=16))
+    state.fold_trainer(step_done(1, 120.0, 16))
     state.fold_trainer(update(2, time=129.0, total=0.3))
-    state.fold_trainer(step(2, time=130.0, samples=24))
+    state.fold_trainer(step_done(2, 130.0, 24))
     state.fold_trainer(TrainingDone(version=2, time=130.0, samples_processed=40))
-    state.fold_evaluation(evaluation(2, success=0.75, rollouts=300, final=True, time=140.0, dataset="a"))
-    state.fold_evaluation(evaluation(2, success=0.95, rollouts=100, final=True, time=141.0, dataset="b"))
+    state.fold_evaluation(evaluation_result(2, 0.75, num_rollouts=300, is_final=True, time=140.0, dataset_name="a"))
+    state.fold_evaluation(evaluation_result(2, 0.95, num_rollouts=100, is_final=True, time=141.0, dataset_name="b"))
     state.fold_metrics(metrics(1, lag_mean_versions=0.0, lag_max_versions=1.0, output_tokens=100.0))
     state.fold_metrics(metrics(2, lag_mean_versions=2.0, lag_max_versions=3.0, output_tokens=300.0))
     state.fold_metrics(metrics(1, multi_version_samples=2.0))
@@ -134,12 +101,12 @@ def test_a_rolled_back_future_does_not_count() -> None:
     state = RunState()
     state.fold_trainer(update(0, time=0.0, total=0.1))
     for n in (1, 2, 3):
-        state.fold_trainer(step(n, time=10.0 * n, samples=8))
+        state.fold_trainer(step_done(n, 10.0 * n, 8))
         state.fold_fate(fate("trained", 8, version=n))
     # Resumed from the checkpoint of step 1: steps 2 and 3 are done again, and 4.
     state.fold_trainer(update(1, time=100.0, total=9.0, inc=1))
     for n in (2, 3, 4):
-        state.fold_trainer(step(n, time=100.0 + 10.0 * n, samples=5, inc=1))
+        state.fold_trainer(step_done(n, 100.0 + 10.0 * n, 5, incarnation=1))
         state.fold_fate(fate("trained", 5, version=n, inc=1))
     assert state.steps == 4
     assert state.lineage.num_samples == 8 + 3 * 5
@@ -160,9 +127,9 @@ def test_a_resume_that_falls_short_of_the_old_end() -> None:
 
 def test_the_only_evaluation_of_a_run_without_steps_is_both() -> None:
     state = RunState()
-    state.fold_evaluation(evaluation(0, success=0.4, final=True))
+    state.fold_evaluation(evaluation_result(0, 0.4, is_final=True))
     assert state.held_out_success("before") == state.held_out_success("after") == 0.4
-    state.fold_evaluation(evaluation(0, success=0.2))
+    state.fold_evaluation(evaluation_result(0, 0.2))
     assert state.held_out_success("before") == 0.2
 
 
@@ -187,5 +154,5 @@ def test_x6_a_clock_that_is_set_by_two_hours_changes_no_duration(monkeypatch: py
     state.fold_trainer(update(0, record_time(), 0.1))
     real = time.time
     monkeypatch.setattr(time, "time", lambda: real() + 7200)
-    state.fold_trainer(step(1, record_time() + 3.0, 4))
+    state.fold_trainer(step_done(1, record_time() + 3.0, 4))
     assert build_summary(state, "completed", None)["seconds"] == pytest.approx(3.0, abs=1.0)

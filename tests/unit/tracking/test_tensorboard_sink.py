@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 import pytest
+from fakes.plain_records import evaluation_result
 
 from pipelinerl.config import RunConfig
 from pipelinerl.records import EvaluationResult, MetricRecord, TrainerMessage, WeightUpdateSuccess
@@ -114,11 +115,7 @@ def play(tmp_path: Path) -> None:
     results = hub.writer("evaluation", "actor_0", EvaluationResult)
     updates.write(WeightUpdateSuccess(version=7, time=2e9, seconds={"total": 0.5}, num_servers=1))
     numbers.write(row(7, 0.125, 2e9))
-    result: dict[str, Any] = {
-        **{"due_version": 5, "min_version": 6, "max_version": 7, "is_final": False, "dataset_name": "test"},
-        **{"num_rollouts": 4, "num_failed": 0, "success_rate": 0.25, "mean_reward": 0.25, "seconds": 1.0, "time": 2e9},
-    }
-    results.write(EvaluationResult(metrics={"turns": 3.5}, **result))
+    results.write(evaluation_result(5, metrics={"turns": 3.5}, time=2e9))
     for writer in (updates, numbers, results):
         writer.close()
     assert collector.write_summary("completed", None)["weight_updates"] == 1
