@@ -1,13 +1,13 @@
-"""An index of the rollouts of one stream: a few numbers of each, in NumPy columns, so that filters need no second read.
+"""An index of the rollouts of one stream: a few numbers of each in NumPy columns, so that filters read nothing again.
 
-The newest file of the stream is read first and then followed; older ones are added backwards by `fill`. Heads alone are
+The newest file of the stream is read first and then followed; older ones are added backwards by `fill`. Only heads are
 decoded. A rollout takes about 25 bytes, a group 22.
 """
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
@@ -22,8 +22,6 @@ from pipelinerl.tracking.token_text import escaped
 Order = Literal["newest", "best", "worst"]
 
 SUCCESS, CUT, HAS_SUCCESS, HAS_REWARD = 1, 2, 4, 8
-#: A block that is full is only read from then on.
-BLOCK_ROLLOUTS = 1 << 16
 
 _GROUP = np.dtype([("key", "i8"), ("problem", "i8"), ("dataset", "u2"), ("failed", "u2"), ("failure", "u2")])
 _ROLLOUT = np.dtype(
@@ -111,92 +109,24 @@ class Hit(NamedTuple):
 
 
 class Rows:
-    """A structured NumPy array that grows. A view that was taken stays as it is."""
+    """A structured NumPy array that grows at its end. A view that was taken stays as it is."""
 
-    def __init__(self, dtype: Any, size: int = 256) -> None:
-        self._rows = np.empty(size, dtype)
+    def __init__(self, dtype: Any) -> None:
+        self._rows = np.empty(0, dtype)
         self.count = 0
 
     def add(self, row: tuple[Any, ...]) -> None:
         if self.count == len(self._rows):
-            self._rows = np.concatenate([self._rows, np.empty_like(self._rows)])
+            self._rows = np.concatenate([self._rows, np.empty(256 + self.count // 4, self._rows.dtype)])
         self._rows[self.count] = row
         self.count += 1
 
     def view(self) -> NDArray[Any]:
         return self._rows[: self.count]
 
-    def trim(self) -> None:
-        self._rows = self.view().copy()
-
-
-class Block:
-    """Consecutive records from offset `start` on."""
-
-    def __init__(self, start: int) -> None:
-        self.start = start
-        self._groups, self._rollouts = Rows(_GROUP), Rows(_ROLLOUT)
-        self._found: tuple[Filter, tuple[int, ...], NDArray[Any]] | None = None
-
-    @property
-    def end(self) -> int:
-        """Offset after the last record."""
-        return self.start + self._groups.count
-
-    @property
-    def num_rollouts(self) -> int:
-        return self._rollouts.count
-
-    def add(self, group: tuple[Any, ...], rollouts: Iterable[tuple[Any, ...]]) -> None:
-        """One record with its rollouts (without their `group`)."""
-        for rollout in rollouts:
-            self._rollouts.add((self._groups.count, *rollout))
-        self._groups.add(group)
-
-    def seal(self) -> Block:
-        self._groups.trim()
-        self._rollouts.trim()
-        return self
-
-    def matching(self, wanted: Filter, names: Names) -> NDArray[Any]:
-        """Indices of the rollouts that pass, ascending. The answer for the last filter is kept."""
-        size = (self._groups.count, self._rollouts.count)
-        if self._found is not None and self._found[:2] == (wanted, size):
-            return self._found[2]
-        groups, rows = self._groups.view()[: size[0]], self._rollouts.view()[: size[1]]
-        rows = rows[rows["group"] < size[0]]
-        found = np.flatnonzero(_rollouts_pass(rows, wanted) & _groups_pass(groups, wanted, names)[rows["group"]])
-        self._found = (wanted, size, found)
-        return found
-
-    def before(self, rows: NDArray[Any], offset: int) -> NDArray[Any]:
-        """Those of `rows` whose record lies before `offset`."""
-        return rows[self._rollouts.view()["group"][rows] < offset - self.start]
-
-    def rows_of(self, offset: int) -> list[int]:
-        """The rollouts of the record at `offset`."""
-        return [int(row) for row in np.flatnonzero(self._rollouts.view()["group"] == offset - self.start)]
-
-    def rewards(self, rows: NDArray[Any]) -> NDArray[Any]:
-        return np.asarray(self._rollouts.view()["reward"][rows])
-
-    def hit(self, row: int, names: Names) -> Hit:
-        rollout = self._rollouts.view()[row]
-        group = self._groups.view()[rollout["group"]]
-        flags = int(rollout["is"])
-        return Hit(
-            offset=self.start + int(rollout["group"]),
-            place=int(rollout["place"]),
-            dataset=names.text(int(group["dataset"])),
-            reward=float(f"{rollout['reward']:.6g}") if flags & HAS_REWARD else None,
-            success=bool(flags & SUCCESS) if flags & HAS_SUCCESS else None,
-            first_version=int(rollout["first"]),
-            last_version=int(rollout["last"]),
-            output_tokens=int(rollout["tokens"]),
-            is_cut=bool(flags & CUT),
-            failure=names.text(int(group["failure"])),
-            failed_attempts=int(group["failed"]),
-        )
+    def prepend(self, older: Rows) -> None:
+        self._rows = np.concatenate([older.view(), self.view()])
+        self.count = len(self._rows)
 
 
 def _rollouts_pass(rows: NDArray[Any], wanted: Filter) -> NDArray[Any]:
@@ -261,11 +191,12 @@ class Names:
 
 
 class RolloutIndex:
-    """The rollouts of one stream. Thread-safe: one thread adds what is new, one fills in what is older, any may ask."""
+    """The rollouts of consecutive records. Thread-safe: one thread adds new ones, one fills in older ones."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._blocks: list[Block] = []
+        self._start = 0
+        self._groups, self._rollouts = Rows(_GROUP), Rows(_ROLLOUT)
         self.names = Names()
         self._datasets: set[str] = set()
         self._failures: set[str] = set()
@@ -274,12 +205,11 @@ class RolloutIndex:
     def span(self) -> tuple[int, int]:
         """Offsets [first, last) of the records that are indexed."""
         with self._lock:
-            return (self._blocks[0].start, self._blocks[-1].end) if self._blocks else (0, 0)
+            return self._start, self._start + self._groups.count
 
     @property
     def num_rollouts(self) -> int:
-        with self._lock:
-            return sum(block.num_rollouts for block in self._blocks)
+        return self._rollouts.count
 
     @property
     def datasets(self) -> list[str]:
@@ -296,28 +226,35 @@ class RolloutIndex:
     def add(self, offset: int, record: GroupRow | EvaluationRow) -> None:
         """The newest record, which follows on the one before."""
         with self._lock:
+            if not self._groups.count:
+                self._start = offset
             self._note(record)
-            self._add_to(self._blocks, offset, record)
+            self._add(self._groups, self._rollouts, record)
 
     def fill(self, entries: Iterator[Any]) -> None:
-        """Records that lie before everything that is indexed, without a gap up to it. They count once all are here."""
-        older: list[Block] = []
+        """Records right before those that are indexed. They count once all are here."""
+        groups, rollouts = Rows(_GROUP), Rows(_ROLLOUT)
         for entry in entries:
             with self._lock:
                 self._note(entry.record)
-            self._add_to(older, entry.offset, entry.record)
-        if older:
-            older[-1].seal()
+            self._add(groups, rollouts, entry.record)
         with self._lock:
-            self._blocks = [*older, *self._blocks]
+            if not self._groups.count and groups.count:
+                self._start = entry.offset + 1
+            self._start -= groups.count
+            self._rollouts.view()["group"] += groups.count
+            self._groups.prepend(groups)
+            self._rollouts.prepend(rollouts)
 
-    def _add_to(self, blocks: list[Block], offset: int, record: GroupRow | EvaluationRow) -> None:
-        if not blocks or blocks[-1].num_rollouts >= BLOCK_ROLLOUTS:
-            if blocks:
-                blocks[-1].seal()
-            blocks.append(Block(offset))
-        rows = _rows_of_group if isinstance(record, GroupRow) else _rows_of_evaluation
-        blocks[-1].add(*rows(record, self.names))  # type: ignore[arg-type]
+    def _add(self, groups: Rows, rollouts: Rows, record: GroupRow | EvaluationRow) -> None:
+        group, own = (
+            _rows_of_group(record, self.names)
+            if isinstance(record, GroupRow)
+            else _rows_of_evaluation(record, self.names)
+        )
+        for rollout in own:
+            rollouts.add((groups.count, *rollout))
+        groups.add(group)
 
     def _note(self, record: GroupRow | EvaluationRow) -> None:
         self._datasets.add(escaped(record.dataset_name))
@@ -330,65 +267,45 @@ class RolloutIndex:
         Args:
             wanted: the filters.
             order: the newest first, or by reward, of equal ones the newest first.
-            below: only records before this offset, so that pages of a stream that grows fit together.
+            below: only records before this offset, so that pages of a growing stream fit together.
             skip: how many to leave out.
-            count: how many to return, at most.
+            count: how many to return at most.
         """
         with self._lock:
-            blocks = [block for block in self._blocks if block.start < below]
-        found = [(block, self._below(block, block.matching(wanted, self.names), below)) for block in blocks]
-        total = sum(len(rows) for _, rows in found)
-        if order == "newest":
-            chosen = self._newest(found, skip, count)
-        else:
-            chosen = self._by_reward(found, 1 if order == "best" else -1, skip, count)
-        return [block.hit(row, self.names) for block, row in chosen], total
+            start, groups, rows = self._start, self._groups.view(), self._rollouts.view()
+            passes = _rollouts_pass(rows, wanted) & _groups_pass(groups, wanted, self.names)[rows["group"]]
+            found = np.flatnonzero(passes & (rows["group"] < max(0, below - start)))
+            if order != "newest":
+                rewards = rows["reward"][found].astype("f8") * (1 if order == "best" else -1)
+                rewards[np.isnan(rewards)] = -np.inf
+                # Sorting is stable, so after reversing the newest of equal rewards comes first.
+                found = found[np.argsort(rewards, kind="stable")]
+            chosen = found[::-1][skip : skip + count]
+            return [self._hit(start, groups[rows[row]["group"]], rows[row]) for row in chosen], len(found)
 
     def at(self, offset: int, place: int) -> Hit:
         """The rollout at `place` of the indexed record at `offset`; KeyError: there is none."""
         with self._lock:
-            blocks = [block for block in self._blocks if block.start <= offset < block.end]
-        for row in blocks[0].rows_of(offset) if blocks else ():
-            if (hit := blocks[0].hit(row, self.names)).place == place:
-                return hit
+            start, groups, rows = self._start, self._groups.view(), self._rollouts.view()
+            for row in np.flatnonzero((rows["group"] == offset - start) & (rows["place"] == place)):
+                return self._hit(start, groups[offset - start], rows[row])
         raise KeyError(f"offset {offset}, place {place}")
 
-    @staticmethod
-    def _below(block: Block, rows: NDArray[Any], below: int) -> NDArray[Any]:
-        if block.end <= below:
-            return rows
-        return block.before(rows, below)
-
-    @staticmethod
-    def _newest(found: list[tuple[Block, NDArray[Any]]], skip: int, count: int) -> list[tuple[Block, int]]:
-        chosen: list[tuple[Block, int]] = []
-        for block, rows in reversed(found):
-            if skip >= len(rows):
-                skip -= len(rows)
-                continue
-            chosen += [(block, int(row)) for row in rows[::-1][skip : skip + count - len(chosen)]]
-            skip = 0
-            if len(chosen) == count:
-                break
-        return chosen
-
-    @staticmethod
-    def _by_reward(
-        found: list[tuple[Block, NDArray[Any]]], sign: int, skip: int, count: int
-    ) -> list[tuple[Block, int]]:
-        if not found:
-            return []
-        rewards = np.concatenate([block.rewards(rows) for block, rows in found]).astype("f8") * sign
-        rewards[np.isnan(rewards)] = -np.inf
-        # Sorting is stable, so of equal rewards the one that stands last, the newest, comes first after reversing.
-        order = np.argsort(rewards, kind="stable")[::-1][skip : skip + count]
-        ends = np.cumsum([len(rows) for _, rows in found])
-        chosen = []
-        for index in order:
-            which = int(np.searchsorted(ends, index, side="right"))
-            block, rows = found[which]
-            chosen.append((block, int(rows[index - (ends[which] - len(rows))])))
-        return chosen
+    def _hit(self, start: int, group: Any, rollout: Any) -> Hit:
+        flags = int(rollout["is"])
+        return Hit(
+            offset=start + int(rollout["group"]),
+            place=int(rollout["place"]),
+            dataset=self.names.text(int(group["dataset"])),
+            reward=float(f"{rollout['reward']:.6g}") if flags & HAS_REWARD else None,
+            success=bool(flags & SUCCESS) if flags & HAS_SUCCESS else None,
+            first_version=int(rollout["first"]),
+            last_version=int(rollout["last"]),
+            output_tokens=int(rollout["tokens"]),
+            is_cut=bool(flags & CUT),
+            failure=self.names.text(int(group["failure"])),
+            failed_attempts=int(group["failed"]),
+        )
 
 
 def _rows_of_group(group: GroupRow, names: Names) -> tuple[tuple[Any, ...], Iterator[tuple[Any, ...]]]:

@@ -9,11 +9,11 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 from fakes.plain_records import rollout_summary
 
-from pipelinerl.analysis.view.rollout_index import BLOCK_ROLLOUTS, Filter, GroupRow, Names, RolloutIndex
+from pipelinerl.analysis.view.rollout_index import Filter, GroupRow, Names, RolloutIndex
 from pipelinerl.streams.base import Entry
 
 
-def test_an_index_of_several_blocks_keeps_pages_and_memory_bounded() -> None:
+def test_pages_of_an_index_that_grows_at_both_ends() -> None:
     index = RolloutIndex()
     groups, attempts = 3000, 64
 
@@ -24,7 +24,7 @@ def test_an_index_of_several_blocks_keeps_pages_and_memory_bounded() -> None:
     for n in range(1000, groups):
         index.add(n, rollouts(n))
     index.fill(iter(Entry(n, rollouts(n)) for n in range(1000)))
-    assert index.span == (0, groups) and index.num_rollouts == groups * attempts > 2 * BLOCK_ROLLOUTS
+    assert index.span == (0, groups) and index.num_rollouts == groups * attempts
     hits, total = index.find(Filter(problem="3", success=True), "newest", 2500, 0, 3)
     assert [hit.offset for hit in hits] == [2495, 2488, 2481]
     assert total == sum(n % 7 == 3 for n in range(2500))
