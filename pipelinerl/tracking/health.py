@@ -1,8 +1,8 @@
-"""Findings: what goes wrong in a run that works, seen in its numbers, with evidence and advice.
+"""Findings: what goes wrong in the numbers of a run that works, with evidence and advice.
 
-`RULES` look at the curves after every optimizer step: medians of the last `WINDOW` steps, some of them against those of
-the first. `EqualRewards` and `Waits` count on their own. A finding that lasts is reported again after
-`AGAIN_AFTER_STEPS` steps, a wait only when the waiting side changes.
+`RULES` look at the curves after every optimizer step: medians of the last `WINDOW` steps, some compared with the first
+ones. `EqualRewards` and `Waits` count for themselves. A finding that lasts is reported again after `AGAIN_AFTER_STEPS`
+steps, a wait only when the other side waits.
 """
 
 from __future__ import annotations
@@ -10,7 +10,6 @@ from __future__ import annotations
 import contextlib
 import re
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
 from statistics import median
@@ -20,19 +19,19 @@ import msgspec
 from pipelinerl.records import EvaluationResult, FateRecord, MetricRecord
 from pipelinerl.tracking.state import REWARD, SUCCESS, RunState
 
-#: Steps of a median.
+#: Steps per median.
 WINDOW = 10
 #: Steps without learning before the first report, and between reports of the same finding.
 FIRST_AFTER_STEPS = 5
 AGAIN_AFTER_STEPS = 50
-#: Filtered samples without a step in between, in steps: where groups are filtered, more are sampled than are trained.
+#: Samples filtered in a row that are worth a report, in steps.
 FILTERED_STEPS = 20
-#: Steps over which waits are looked at, and the share of their time that is worth a report.
+#: Steps over which waits are summed, and the share of their time that is worth a report.
 WAITING_STEPS, WAITING_SHARE = 50, 0.3
 
 
 class Finding(msgspec.Struct, frozen=True, kw_only=True):
-    """One line of `findings.jsonl`. `step` is the newest one that was looked at; `name` is that of the rule."""
+    """One line of `findings.jsonl`. `step` is the newest step that it is about; `name` is that of the rule."""
 
     name: str
     step: int
@@ -52,7 +51,7 @@ def add_finding(path: Path, finding: Finding) -> None:
 
 
 def newest_findings(path: Path) -> list[Finding]:
-    """The newest finding of each name, the latest last; a line that was cut off is left out."""
+    """The newest finding of each name, the latest last; an incomplete line is skipped."""
     try:
         lines = path.read_bytes().split(b"\n")
     except FileNotFoundError:
@@ -67,12 +66,7 @@ def newest_findings(path: Path) -> list[Finding]:
 
 
 class Curves:
-    """Medians of a run's numbers at its beginning and now; None where there are too few values.
-
-    Args:
-        state: of the run, read only.
-        step: the newest one.
-    """
+    """Medians of a run's numbers in its first and last steps up to `step`; None where there are too few values."""
 
     def __init__(self, state: RunState, step: int) -> None:
         self.state, self.step = state, step
@@ -80,12 +74,12 @@ class Curves:
     def now(self, *names: str) -> float | None:
         """Median of the last `WINDOW` values of the first of `names` with data."""
         values = self.state.by_step(names)
-        # Newest first; the actor records less than once a step if steps are short.
+        # Newest first; if steps are short, the actor records less than once per step.
         last = list(islice((value for step, value in reversed(values.items()) if step <= self.step), WINDOW))
         return median(last) if len(last) == WINDOW else None
 
     def begin(self, *names: str) -> float | None:
-        """The same of the first values, once they are not also the last ones."""
+        """Median of the first values, once they are not also the last ones."""
         values = self.state.by_step(names)
         if len(values) < 2 * WINDOW:
             return None
@@ -105,32 +99,32 @@ class Curves:
                 yield found[1], name
 
 
-def _entropy_collapse(curves: Curves) -> str | None:
+def entropy_collapse(curves: Curves) -> str | None:
     begin, now, success = curves.begin(_ENTROPY), curves.now(_ENTROPY), curves.now(*SUCCESS)
     if begin is None or now is None or now > 0.02 or now > 0.2 * begin or (success is not None and success > 0.9):
         return None
     return f"the entropy fell from {begin:.3g} to {now:.3g} nats per token while the task is not solved"
 
 
-def _entropy_explosion(curves: Curves) -> str | None:
+def entropy_explosion(curves: Curves) -> str | None:
     begin, now = curves.begin(_ENTROPY), curves.now(_ENTROPY)
     if begin is None or now is None or now < 2 * begin or now < begin + 0.5:
         return None
-    return f"the entropy rose from {begin:.3g} to {now:.3g} nats per token: answers become random text"
+    return f"the entropy rose from {begin:.3g} to {now:.3g} nats per token: answers are turning into random text"
 
 
-def _policy_drift(curves: Curves) -> str | None:
+def policy_drift(curves: Curves) -> str | None:
     ess, ratio, kl = (curves.now(name) for name in ("finetune/ess", "rl/ratio_mean", "finetune/kl_sampler_trainer"))
     if ess is not None and ess < 0.3:
-        return f"the effective sample size is {ess:.2g} of 1: most samples hardly count"
+        return f"the effective sample size is {ess:.2g} (1 is best): most samples hardly count"
     if ratio is not None and abs(ratio - 1) > 0.2:
-        return f"the mean importance ratio is {ratio:.2g}, not 1: the trainer does not train the policy that sampled"
+        return f"the mean importance ratio is {ratio:.2g} instead of 1: trainer and servers have different policies"
     if kl is not None and kl > 0.2:
-        return f"the KL of the servers' policy to the trainer's is {kl:.2g} nats per token"
+        return f"the KL divergence of the servers' policy from the trainer's is {kl:.2g} nats per token"
     return None
 
 
-def _length_blow_up(curves: Curves) -> str | None:
+def length_blow_up(curves: Curves) -> str | None:
     begin, now = curves.begin(_LENGTH), curves.now(_LENGTH)
     before, success = curves.begin(*SUCCESS), curves.now(*SUCCESS)
     if begin is None or now is None or before is None or success is None or now < 2 * begin or success > before + 0.05:
@@ -138,27 +132,27 @@ def _length_blow_up(curves: Curves) -> str | None:
     return f"answers grew from {begin:.0f} to {now:.0f} tokens while success went from {before:.2f} to {success:.2f}"
 
 
-def _truncation(curves: Curves) -> str | None:
+def truncation(curves: Curves) -> str | None:
     now, begin = curves.now("preprocessor/cut_fraction"), curves.begin("preprocessor/cut_fraction")
-    # The first steps differ much, as short answers come first, and a model may learn to end its answers.
+    # Short answers come first, so the first steps vary, and a model may learn to finish its answers.
     if now is None or now < 0.3 or (now < 0.5 and (begin is None or now < 0.9 * begin)):
         return None
-    return f"{now:.0%} of the rollouts are cut off at a limit of tokens"
+    return f"{now:.0%} of the rollouts are cut off by a token limit"
 
 
-def _reward_saturation(curves: Curves) -> str | None:
+def reward_saturation(curves: Curves) -> str | None:
     equal, success = curves.now("finetune/zero_advantage_fraction"), curves.now(*SUCCESS)
     if equal is None or success is None or not 0.8 < equal < 1 or 0.1 < success < 0.9:
         return None
     before = curves.begin(*SUCCESS)
-    # Many runs begin like that and learn, slowly at first.
+    # Many runs begin like that, then learn.
     if success <= 0.1 and (before is None or success > 1.3 * before):
         return None
     kind = "easy" if success >= 0.9 else "hard"
     return f"{equal:.0%} of the samples have equal rewards in their group and success is {success:.2f}: too {kind}"
 
 
-def _reward_without_success(curves: Curves) -> str | None:
+def reward_without_success(curves: Curves) -> str | None:
     reward, reward_before = curves.now(*REWARD), curves.begin(*REWARD)
     success, success_before = curves.now(*SUCCESS), curves.begin(*SUCCESS)
     if reward is None or reward_before is None or success is None or success_before is None:
@@ -171,23 +165,23 @@ def _reward_without_success(curves: Curves) -> str | None:
     )
 
 
-def _repetition(curves: Curves) -> str | None:
+def repetition(curves: Curves) -> str | None:
     now = curves.now("preprocessor/repeated_4grams")
     begin = curves.begin("preprocessor/repeated_4grams")
     if now is None or begin is None or now < 0.5 or now < begin + 0.2:
         return None
-    return f"{now:.0%} of the 4-grams of an answer occur in it before, {begin:.0%} at first: answers repeat themselves"
+    return f"{now:.0%} of the 4-grams of an answer are repetitions, {begin:.0%} at first"
 
 
-def _format_lost(curves: Curves) -> str | None:
+def format_lost(curves: Curves) -> str | None:
     for dataset, name in curves.by_dataset("no_answer"):
         now, begin = curves.now(name), curves.begin(name)
         if now is not None and begin is not None and now > 0.3 and now > begin + 0.2:
-            return f"{now:.0%} of the rollouts of {dataset} have no answer that can be read, {begin:.0%} at first"
+            return f"{now:.0%} of the rollouts of {dataset} have no answer that can be parsed, {begin:.0%} at first"
     return None
 
 
-def _evaluation_falls(curves: Curves) -> str | None:
+def evaluation_falls(curves: Curves) -> str | None:
     by_dataset: dict[str, list[EvaluationResult]] = {}
     for result in curves.state.evaluations:
         if result.success_rate is not None and result.due_version <= curves.step:
@@ -196,7 +190,7 @@ def _evaluation_falls(curves: Curves) -> str | None:
     for dataset, results in by_dataset.items():
         rates = [result.success_rate or 0.0 for result in results]
         best = max(range(len(rates)), key=lambda index: rates[index])
-        # Two in a row, each by more than chance explains (three standard errors of a share of rollouts).
+        # Two in a row, each by more than chance explains (three standard errors).
         worse = [rate < rates[best] - 3 * _error(rates[best], results[best].num_rollouts) for rate in rates[best + 1 :]]
         if len(worse) < 2 or not all(worse[-2:]):
             continue
@@ -219,17 +213,17 @@ def _around(values: dict[int, float], step: int) -> float | None:
     return median(near) if near else None
 
 
-def _stale_samples(curves: Curves) -> str | None:
+def stale_samples(curves: Curves) -> str | None:
     old = curves.now("rl/lag_share_8_plus")
     if old is not None and old > 0.2:
         return f"{old:.0%} of the tokens are at least eight versions old"
     dropped, trained = curves.growth("preprocessor/stale_samples"), curves.now("finetune/samples")
     if dropped is None or not trained or dropped < 0.1 * WINDOW * trained:
         return None
-    return f"{dropped:.0f} samples were dropped in {WINDOW} steps because they had grown too old"
+    return f"{dropped:.0f} samples were dropped in {WINDOW} steps because they were too old"
 
 
-def _failing_rollouts(curves: Curves) -> str | None:
+def failing_rollouts(curves: Curves) -> str | None:
     trained, per_rollout = curves.now("finetune/samples"), curves.now("actor/samples_per_rollout")
     rollouts = None if not trained else trained / max(per_rollout or 1.0, 1.0)
     for name in list(curves.state.history):
@@ -245,73 +239,37 @@ def _failing_rollouts(curves: Curves) -> str | None:
     return None
 
 
-@dataclass(frozen=True)
-class Rule:
-    """`evidence` is a function of the curves that says what it saw, or None."""
-
-    name: str
-    evidence: Callable[[Curves], str | None]
-    advice: str
-
-
 _ENTROPY, _LENGTH = "rl/entropy_estimate", "actor/output_tokens_per_rollout"
 _LOOK = "Read what the model says: `python -m pipelinerl samples RUN_DIR`"
-RULES = (
-    Rule(
-        "entropy_collapse",
-        _entropy_collapse,
-        "Lower finetune.learning_rate, raise finetune.rl.epsilon_high, or set finetune.rl.target_entropy.",
-    ),
-    Rule(
-        "entropy_explosion",
-        _entropy_explosion,
-        "Lower finetune.learning_rate and finetune.rl.entropy_bonus, and continue from an earlier checkpoint.",
-    ),
-    Rule(
-        "policy_drift",
-        _policy_drift,
-        "Lower finetune.learning_rate or max_lag; if rl/logprob_abs_diff_on_policy is large too, the servers compute "
-        "something else than the trainer.",
-    ),
-    Rule(
-        "length_blow_up",
-        _length_blow_up,
-        f"{_LOOK}, lower llm.parameters.max_tokens, or use rewards=soft_length.",
-    ),
-    Rule(
-        "truncation",
-        _truncation,
-        "Raise llm.parameters.max_tokens (and vllm_config.vllm_kwargs.max_model_len), or use rewards=soft_length.",
-    ),
-    Rule(
-        "reward_saturation",
-        _reward_saturation,
-        "Use problems of another difficulty, or filter_zero_advantage_groups=true, which trains on the others only.",
-    ),
-    Rule(
-        "reward_without_success",
-        _reward_without_success,
-        f"One part of the reward outweighs the rest: lower its weight. {_LOOK} --best 5.",
-    ),
-    Rule("repetition", _repetition, f"{_LOOK} --worst 5; lower finetune.learning_rate, or penalize repetition."),
-    Rule("format_lost", _format_lost, f"{_LOOK} --worst 5; rewards=success_and_format makes the format count."),
-    Rule(
-        "evaluation_falls",
-        _evaluation_falls,
-        f"The reward can be earned without solving the task, or the training problems are learned by heart. {_LOOK} "
-        "--best 5; finetune.keep_best keeps the best model.",
-    ),
-    Rule("stale_samples", _stale_samples, "Lower max_lag, or give the trainer more GPUs."),
-    Rule("failing_rollouts", _failing_rollouts, "See the actor's stderr.log and `python -m pipelinerl audit RUN_DIR`."),
-)
+#: Each rule says what it saw in the curves, or None; a finding has its name, and the advice here.
+RULES: dict[Callable[[Curves], str | None], str] = {
+    entropy_collapse: "Lower finetune.learning_rate, raise finetune.rl.epsilon_high, or set "
+    "finetune.rl.target_entropy.",
+    entropy_explosion: "Lower finetune.learning_rate and finetune.rl.entropy_bonus, and continue from an earlier "
+    "checkpoint.",
+    policy_drift: "Lower finetune.learning_rate or max_lag; if rl/logprob_abs_diff_on_policy is large too, servers and "
+    "trainer compute different log-probs.",
+    length_blow_up: f"{_LOOK}, lower llm.parameters.max_tokens, or use rewards=soft_length.",
+    truncation: "Raise llm.parameters.max_tokens (and vllm_config.vllm_kwargs.max_model_len), or use "
+    "rewards=soft_length.",
+    reward_saturation: "Use problems of another difficulty, or filter_zero_advantage_groups=true, which trains only on "
+    "the others.",
+    reward_without_success: f"One part of the reward outweighs the rest: lower its weight. {_LOOK} --best 5.",
+    repetition: f"{_LOOK} --worst 5; lower finetune.learning_rate, or penalize repetition.",
+    format_lost: f"{_LOOK} --worst 5; rewards=success_and_format rewards the format.",
+    evaluation_falls: "The reward can be earned without solving the task, or the training problems are memorized. "
+    f"{_LOOK} --best 5; finetune.keep_best keeps the best model.",
+    stale_samples: "Lower max_lag, or give the trainer more GPUs.",
+    failing_rollouts: "See the actor's stderr.log and `python -m pipelinerl audit RUN_DIR`.",
+}
 
 
 class EqualRewards:
-    """`groups_equal`: nothing was learned for some steps, as all attempts of each group got the same reward.
+    """`groups_equal`: nothing was learned for some steps, because all attempts of each group got the same reward.
 
     Args:
         samples_per_step: of the configuration.
-        log: file that holds what rollout functions print.
+        log: file with the output of rollout functions.
     """
 
     def __init__(self, samples_per_step: int, log: str) -> None:
@@ -337,24 +295,20 @@ class EqualRewards:
         return Finding(name="groups_equal", step=record.step, evidence=evidence, advice=self._advice)
 
     def fate(self, record: FateRecord) -> Finding | None:
-        """Take the end of some samples; with `filter_zero_advantage_groups` no step comes if all groups are such."""
+        """Take a fate; with `filter_zero_advantage_groups` there is no step if all groups are filtered."""
         if record.fate != "filtered" or record.reason != "zero_advantage":
             return None
         self._filtered += len(record.sample_ids)
         if self._filtered < self._most_filtered:
             return None
-        self._most_filtered *= 4  # said again only where it is much worse
+        self._most_filtered *= 4  # reported again only if it is much worse
         steps = self._filtered // self._samples_per_step
         evidence = f"{self._filtered} samples were filtered since the last step, enough for {steps} steps"
         return Finding(name="groups_equal", step=record.version, evidence=evidence, advice=self._advice)
 
 
 class Waits:
-    """`starved_trainer`, `idle_servers`: one side waits for the other much of the time.
-
-    Args:
-        advice: what to do about it.
-    """
+    """`starved_trainer`, `idle_servers`: one side waits for the other much of the time."""
 
     def __init__(self, advice: str) -> None:
         self._advice = advice
@@ -373,7 +327,7 @@ class Waits:
             self._last_record = record.time
 
     def step(self, record: MetricRecord) -> Finding | None:
-        """Take the numbers of one step; the same is found only once."""
+        """Take the numbers of one step; the same finding is reported once in a row."""
         if (seconds := record.values.get("finetune/step_s")) is None:
             return None
         self._steps += 1
@@ -402,9 +356,8 @@ class Health:
     """All findings of one run, as its records come in.
 
     Args:
-        equal_rewards: looks for groups without a difference.
-        waits: looks for a side that waits; None where the sides take turns.
-        run_dir: stands in advice for RUN_DIR.
+        waits: None where the sides alternate.
+        run_dir: replaces RUN_DIR in advice.
     """
 
     def __init__(self, equal_rewards: EqualRewards, waits: Waits | None, run_dir: str) -> None:
@@ -412,7 +365,7 @@ class Health:
         self._told: dict[str, int] = {}
 
     def metrics(self, state: RunState, record: MetricRecord) -> list[Finding]:
-        """Take a record that `state` holds already."""
+        """Take a record that was folded into `state`."""
         found: list[Finding | None] = []
         if self._waits is not None:
             self._waits.actor(record)
@@ -422,16 +375,16 @@ class Health:
         return [each for each in found if each is not None]
 
     def fate(self, record: FateRecord) -> list[Finding]:
-        """Take the end of some samples."""
+        """Take a fate."""
         found = self._equal_rewards.fate(record)
         return [] if found is None else [found]
 
     def _curves(self, state: RunState, step: int) -> Iterator[Finding]:
         curves = Curves(state, step)
-        for rule in RULES:
-            if step - self._told.get(rule.name, step - AGAIN_AFTER_STEPS) < AGAIN_AFTER_STEPS:
+        for rule, advice in RULES.items():
+            name = rule.__name__
+            if step - self._told.get(name, step - AGAIN_AFTER_STEPS) < AGAIN_AFTER_STEPS:
                 continue
-            if (evidence := rule.evidence(curves)) is not None:
-                self._told[rule.name] = step
-                advice = rule.advice.replace("RUN_DIR", self._run_dir)
-                yield Finding(name=rule.name, step=step, evidence=evidence, advice=advice)
+            if (evidence := rule(curves)) is not None:
+                self._told[name] = step
+                yield Finding(name=name, step=step, evidence=evidence, advice=advice.replace("RUN_DIR", self._run_dir))

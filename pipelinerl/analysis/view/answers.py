@@ -1,7 +1,7 @@
-"""What the page asks for, as plain data: one method of `Answers` for each address of the API.
+"""What the page asks for, as plain data: `Answers` has one method per address of the API.
 
-Every text in an answer is inert: control and formatting characters and lone surrogates are escapes (`escaped`). The
-page shows texts as texts, never as HTML.
+Every text in an answer is inert: control and formatting characters and lone surrogates are escaped. The page shows
+texts as text, never as HTML.
 """
 
 from __future__ import annotations
@@ -32,12 +32,12 @@ Answer = dict[str, Any]
 
 #: Points of a curve; longer ones are averaged.
 MAX_POINTS = 2000
-#: Characters of a turn that are sent unless all of it is asked for, and of a line of the list.
+#: Characters sent of a turn unless all are asked for, and of a line of the list.
 MAX_CHARS, PREVIEW_CHARS = 20_000, 200
 #: Tokens that are sent at once.
 MAX_TOKENS = 4000
 MAX_REASONS = 30
-#: Steps whose duration the remaining time is estimated from.
+#: The remaining time is estimated from the duration of so many steps.
 ETA_STEPS = 20
 _SEARCH_S = 1.0
 _SEARCH_ROLLOUTS = 64
@@ -78,7 +78,7 @@ class _RecordTokens(msgspec.Struct, frozen=True, kw_only=True):
 
 @dataclass(frozen=True)
 class Query:
-    """One page of the list of rollouts. `text` is looked for in their tokens, as text, without regard to case."""
+    """One page of the list of rollouts. `text` is searched in their decoded tokens, ignoring case."""
 
     source: Source = "training"
     wanted: Filter = field(default_factory=Filter)
@@ -91,7 +91,7 @@ class Query:
 
 
 def inert(value: Any) -> Any:
-    """`value` (plain data) with every text in it escaped, those that are keys included."""
+    """`value` (plain data) with every text in it escaped, including keys."""
     if isinstance(value, str):
         return escaped(value)
     if isinstance(value, dict):
@@ -111,7 +111,7 @@ class Answers:
         return [inert({"name": run.name, "folder": str(run.run.run_dir.root)}) for run in self.runs]
 
     def pulse(self, run: WatchedRun) -> Answer:
-        """What changes tell the page to ask again."""
+        """Tells the page when to ask again."""
         status = run.status()
         return {
             "changes": run.changes,
@@ -124,7 +124,7 @@ class Answers:
     def overview(self, run: WatchedRun) -> Answer:
         """State, processes, evaluations, fates and goodput."""
         status = run.status()
-        # Copies: the feeds go on.
+        # Copies, because the feeds continue.
         state, reasons, faults = run.read(lambda state: (_numbers(state), Counter(run.reasons), dict(run.faults)))
         step_s = state.pop("step_s")
         left = None if status.max_steps is None or status.step is None else max(0, status.max_steps - status.step)
@@ -149,10 +149,10 @@ class Answers:
         return list(inert(["reward", "success", *run.read(lambda state: sorted(state.history))]))
 
     def curves(self, run: WatchedRun, names: Sequence[str], max_points: int = MAX_POINTS) -> Answer:
-        """Values by step: `steps` (ascending), and for each name as many values, None where there is none.
+        """Values by step: `steps` (ascending), and for each name one value per step or None.
 
-        `hours` of training and `samples` trained up to each step are for other axes. Beyond `max_points` steps, a point
-        is the mean of neighbors.
+        `hours` of training and `samples` trained up to each step are alternative axes. Beyond `max_points` steps, a
+        point is the mean of neighbors.
         """
         found = run.read(lambda state: {name: state.curve(_CURVE_NAMES.get(name, (name,))) for name in names})
         axes = run.read(lambda state: [state.curve((name,)) for name in ("finetune/step_s", "finetune/samples")])
@@ -170,9 +170,9 @@ class Answers:
         }
 
     def rollouts(self, run: WatchedRun, query: Query) -> Answer:
-        """A page of rollouts. `next` is the `skip` of the page after it, None after the last.
+        """A page of rollouts. `next` is the `skip` of the next page, None after the last.
 
-        A search looks at candidates for a second at most; `looked_at` says how far it came.
+        A search takes at most a second; `looked_at` counts the candidates that it searched.
         """
         index = run.index[query.source]
         wanted = query.wanted
@@ -194,7 +194,7 @@ class Answers:
         }
 
     def previews(self, run: WatchedRun, source: Source, places: Sequence[tuple[int, int]]) -> list[Answer]:
-        """Of each (offset, place): ids, and the beginning of what the model said last."""
+        """For each (offset, place): ids, and the beginning of the model's last output."""
         decoder, _ = run.decoder()
         tokens_at = _one_at_a_time(run, source)
         found: dict[tuple[int, int], Answer] = {}
@@ -217,7 +217,7 @@ class Answers:
         return [found[each] for each in places if each in found]
 
     def group(self, run: WatchedRun, source: Source, offset: int, is_whole: bool = False) -> Answer:
-        """The record at `offset` with all its rollouts, turn by turn; of a turn at most `MAX_CHARS`, unless `is_whole`.
+        """The record at `offset` with all its rollouts, turn by turn; at most `MAX_CHARS` per turn unless `is_whole`.
 
         Raises:
             StreamError: there is none, or it cannot be read.
@@ -253,10 +253,10 @@ class Answers:
         }
 
     def tokens(self, run: WatchedRun, source: Source, offset: int, place: int, sample: int, start: int = 0) -> Answer:
-        """`MAX_TOKENS` tokens of a sample from `start` on, one list a column. Tokens that were not trained have None.
+        """`MAX_TOKENS` tokens of a sample from `start` on, one list per column; None for tokens that were not trained.
 
-        `logprobs` are those of the sampling distribution. `importance` are probabilities under the weights in training
-        divided by those, `ratios` probabilities of the reference model; None where they were not recorded.
+        `logprobs` are those of the sampling distribution. `importance` divides the probabilities under the weights in
+        training by these, `ratios` those of the reference model; None where they were not recorded.
 
         Raises:
             StreamError: there is no such sample, or it cannot be read.
@@ -287,7 +287,7 @@ class Answers:
         }
 
     def _search(self, run: WatchedRun, query: Query, wanted: Filter, below: int) -> tuple[list[Hit], int, int]:
-        """(hits, how many candidates were looked at in all, how many there are)."""
+        """(hits, candidates searched so far, candidates in all)."""
         decoder, _ = run.decoder()
         deadline = time.monotonic() + _SEARCH_S
         found: list[Hit] = []
@@ -352,7 +352,7 @@ def _existing(run: WatchedRun, source: Source, offset: int) -> StoredGroup | Eva
 
 
 def _one_at_a_time(run: WatchedRun, source: Source) -> Callable[[int], _RecordTokens | None]:
-    """What gives the record at an offset, and keeps only the last one: a record may have many megabytes."""
+    """A function from offset to record that caches only the last one: a record may have many megabytes."""
 
     @lru_cache(maxsize=1)
     def tokens_at(offset: int) -> _RecordTokens | None:

@@ -1,6 +1,6 @@
-"""`view --export`: the page and a choice of its answers in one file, for whoever has no access to the run.
+"""`view --export`: the page and some of its answers in one file, for readers without access to the run.
 
-The file loads nothing and sends nothing: scripts and styles stand in it and are allowed by their hashes.
+The file loads and sends nothing: its scripts and styles are inline and allowed by their hashes.
 """
 
 from __future__ import annotations
@@ -21,24 +21,24 @@ from pipelinerl.errors import ConfigError, StreamError
 from pipelinerl.rundir.durable import replace_file
 
 MAX_BYTES = 5_000_000
-#: Of each run and kind of rollout, so many groups are chosen by each order, as long as they fit.
+#: Groups per run, kind of rollout and order, as far as they fit.
 GROUPS = 12
 _ORDERS: tuple[Order, ...] = ("newest", "best", "worst")
 _SOURCES: tuple[Source, ...] = ("training", "evaluation")
 RULE = (
-    f"This file holds the rollouts of the {GROUPS} newest groups of each run, of the {GROUPS} with the best and the "
-    f"{GROUPS} with the worst rollout, and as many rollouts of evaluations, in this order and as far as they fit."
+    f"This file has the rollouts of the {GROUPS} newest groups of each run, of the {GROUPS} with the best and the "
+    f"{GROUPS} with the worst rollout, and as many rollouts of evaluations, as far as they fit."
 )
 _IMPORT = re.compile(r"^import .*?;\n", re.MULTILINE | re.DOTALL)
 _METRIC = re.compile(r"'([a-z]+(?:/\w+\*?)?)'")
 _EXPORT = re.compile(r"^export (?=(?:async )?function|class|const)", re.MULTILINE)
-#: Whose tokens are in the file.
+#: Samples whose tokens are included.
 _TOKEN_SAMPLES_PER_ROLLOUT = 2
-#: For what stands between the parts that are counted.
+#: Bytes for what is between the parts that are counted.
 _SPARE = 20_000
-#: Of each curve, of all runs together; fewer, down to the second number of each run, where all would not fit.
+#: Points per curve, of all runs together; fewer if they do not fit, down to the second number per run.
 _POINTS, _FEWEST_POINTS = 600, 50
-#: Modules with charts: what stands in them as a name of a metric is shown, the rest can be chosen.
+#: Modules whose charts show the metrics that they name; others can be chosen.
 _CHARTS = ("overview", "compare")
 
 
@@ -65,7 +65,7 @@ def write_export(runs: Sequence[WatchedRun], file: Path) -> int:
 
 
 def _chosen(found: Answers, runs: Sequence[WatchedRun]) -> dict[str, Any]:
-    """The answers that the file holds, by their addresses."""
+    """The answers in the file, by address."""
     answers: dict[str, Any] = {"/api/runs": found.list_runs()}
     for number, run in enumerate(runs):
         answers[f"/api/runs/{number}/overview"] = found.overview(run)
@@ -87,8 +87,8 @@ def _chosen(found: Answers, runs: Sequence[WatchedRun]) -> dict[str, Any]:
 
 
 def _curves(found: Answers, run: WatchedRun, points: int, room: int) -> Answer:
-    """The curves of a run in at most `room` bytes: with fewer points where that is needed, and then of fewer metrics,
-    of which those that the page shows come first."""
+    """The curves of a run in at most `room` bytes: with fewer points if needed, then of fewer metrics, those that the
+    page shows first."""
     shown = set(_METRIC.findall("".join(page_file(f"{name}.js") for name in _CHARTS)))
     beginnings = tuple(name[:-1] for name in shown if name.endswith("*"))
     names = sorted(found.metric_names(run), key=lambda name: not (name in shown or name.startswith(beginnings)))
@@ -129,7 +129,7 @@ def _add_rollouts(
 
 
 def _offsets(run: WatchedRun, source: Source) -> Iterator[int]:
-    """Groups of each order, in turns, each once."""
+    """Offsets of groups, alternating between the orders, each once."""
     wanted = Query(source).wanted
     end = run.index[source].span[1]
     lists = []
@@ -155,7 +155,7 @@ def _address(base: str, source: Source, offset: int) -> str:
 
 
 def _embedded(value: Any) -> str:
-    """As JSON that can stand in a script element, which no text in it can end."""
+    """As JSON for a script element, which no text in it can end."""
     return json_of(value).decode().replace("<", "\\u003c")
 
 
@@ -192,7 +192,7 @@ def _html(answers: dict[str, Any]) -> bytes:
 
 
 def _bundle() -> str:
-    """The modules of the page as one script: each uses only names of those before it, and no name stands twice."""
+    """The modules of the page as one script: each uses only names of earlier ones, and no name is used twice."""
     parts = [_EXPORT.sub("", _IMPORT.sub("", page_file(f"{name}.js"))) for name in PAGE_MODULES]
     return "(() => {\n'use strict';\n" + "\n".join(parts) + "})();\n"
 

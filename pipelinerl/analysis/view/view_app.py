@@ -1,7 +1,7 @@
-"""The web server of `view`: the page's own files and the answers as JSON, to whoever has the token.
+"""The web server of `view`: the files of the page, and answers as JSON for clients with the token.
 
-Everything is read only. Requests need the token (once in the address, then a cookie) and a host name of this machine,
-so that no other page that is open in the browser can read a run. The page may load nothing but its own files.
+Everything is read-only. Requests need the token (once in the address, then as a cookie) and a host name of this
+machine, so that no other page in the browser can read a run. The page may only load its own files.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ _HEADERS = {
     "Cache-Control": "no-store",
 }
 _MAX_ROWS = 2000
-#: Larger numbers mean no other records, versions or steps.
+#: No record, version or step has a larger number.
 _MAX_NUMBER = 2**31 - 1
 
 #: OFFSET.PLACE, separated by commas. The page asks for 25 at once.
@@ -70,9 +70,9 @@ def make_app(runs: list[WatchedRun], token: str, hosts: frozenset[str] = LOCAL_H
     """The application.
 
     Args:
-        runs: that are shown, in this order.
-        token: what a request has to know.
-        hosts: names under which the server may be asked for; addresses in numbers are always among them.
+        runs: the runs to show, in this order.
+        token: secret that requests need.
+        hosts: host names of the server that requests may use, besides IP addresses.
     """
     app = FastAPI(title="pipelinerl view", openapi_url=None)
     _guard(app, token, hosts)
@@ -93,11 +93,11 @@ def _guard(app: FastAPI, token: str, hosts: frozenset[str]) -> None:
         given = request.query_params.get("token")
         known = given if given is not None else request.cookies.get(cookie, "")
         if not _is_known(_host_name(request.headers.get("host", "")), hosts):
-            response = Response("This server answers under its own name only.", 421)
+            response = Response("This server only answers to its own name.", 421)
         elif not hmac.compare_digest(known.encode(), token.encode()):
             response = Response(f"Open the address that `{typed('view')}` printed, with its token.", 403)
         elif given is not None:
-            # The token leaves the address bar, and with it the history of the browser.
+            # Keeps the token out of the browser's address bar and history.
             response = RedirectResponse("/", 303)
             response.set_cookie(cookie, token, httponly=True, samesite="strict")
         else:
@@ -111,7 +111,7 @@ def _host_name(host: str) -> str:
 
 
 def _is_known(name: str, hosts: frozenset[str]) -> bool:
-    """Whether no page of another site can have led here: that takes a name which its owner made point to us."""
+    """Whether the request cannot come from another site, which would have to let a name of its own point to us."""
     with suppress(ValueError):
         ip_address(name.strip("[]"))
         return True
@@ -147,17 +147,14 @@ def _serve_runs(app: FastAPI, found: Answers) -> None:
     def runs() -> Response:
         return _json(found.list_runs())
 
-    @app.get("/api/runs/{number}/pulse")
-    def pulse(number: int) -> Response:
-        return _json(found.pulse(_run(found, number)))
+    def add(name: str, answer: Callable[[WatchedRun], object]) -> None:
+        @app.get(f"/api/runs/{{number}}/{name}")
+        def about(number: int) -> Response:
+            return _json(answer(_run(found, number)))
 
-    @app.get("/api/runs/{number}/overview")
-    def overview(number: int) -> Response:
-        return _json(found.overview(_run(found, number)))
-
-    @app.get("/api/runs/{number}/metrics")
-    def metrics(number: int) -> Response:
-        return _json(found.metric_names(_run(found, number)))
+    add("pulse", found.pulse)
+    add("overview", found.overview)
+    add("metrics", found.metric_names)
 
     @app.get("/api/runs/{number}/curves")
     def curves(number: int, names: Annotated[str, Query(max_length=10_000)]) -> Response:

@@ -1,4 +1,4 @@
-"""The command `view`: serve the page on this machine, or write it into one file."""
+"""The command `view`: serve the page on this machine, or export it into one file."""
 
 from __future__ import annotations
 
@@ -42,11 +42,10 @@ def main(argv: list[str]) -> int:
 
 
 def names_of(host: str) -> set[str]:
-    """Under which names browsers ask for a server that listens at `host`: those of this machine if it is reachable from
-    others."""
+    """Host names that browsers may use for a server at `host`: those of this machine if others can reach it."""
     names = {host.lower(), socket.gethostname().lower()}
     if host not in _LOOPBACK_HOSTS:
-        # Asks a name server, which takes a while where there is none.
+        # Asks a name server, which is slow where there is none.
         names.add(socket.getfqdn().lower())
     short = {name.partition(".")[0] for name in names if name[:1].isalpha()}
     return names | short | {f"{name}.local" for name in short}
@@ -58,8 +57,8 @@ def _serve(runs: list[WatchedRun], host: str, port: int) -> None:
         app = make_app(runs, token, LOCAL_HOSTS | names_of(host))
         shown = f"[{host}]" if ":" in host else host
         print(f"http://{shown}:{listener.getsockname()[1]}/?token={token}", flush=True)
-        print("The page is live. Ctrl-C ends it; the run is not affected.", flush=True)
-        # No log of requests: the first one has the token in its address.
+        print("The page is live. Ctrl-C stops it without affecting the run.", flush=True)
+        # No access log: the address of the first request has the token.
         config = uvicorn.Config(app, log_level="warning", access_log=False, server_header=False)
         uvicorn.Server(config).run(sockets=[listener])
 
@@ -69,28 +68,27 @@ def _listen(host: str, port: int) -> socket.socket:
         family = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][0]
         listener = socket.create_server((host, port), family=family)
     except (OSError, OverflowError) as error:
-        expected = f"an address of this machine that is free ({error})"
-        raise ConfigError("--host and --port", f"{host}:{port}", expected, "Leave them out.") from error
+        expected = f"a free address of this machine ({error})"
+        raise ConfigError("--host and --port", f"{host}:{port}", expected, "Omit them.") from error
     if host not in _LOOPBACK_HOSTS:
-        print(f"{host} is reachable from other machines, and what is sent is not encrypted.", file=sys.stderr)
+        print(f"Other machines can reach {host}, and the traffic is not encrypted.", file=sys.stderr)
     return listener
 
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog=typed("view"),
-        description="Show runs in the browser, while they go on and afterwards: curves, processes, rollouts with their "
-        "tokens, fates, and several runs over each other. Serves this machine only, reads only, needs no network.",
+        description="Show runs in the browser, during and after training: curves, processes, rollouts with their "
+        "tokens, fates, and comparisons of several runs. Read-only, only for this machine, needs no network.",
         epilog="From another machine: `ssh -L 8765:127.0.0.1:8765 HOST`, with --port 8765 there. Exit code 0; 1: a "
         "stream is damaged, 2: not the directory of a run.",
     )
     parser.add_argument("run_dir", nargs="+", help="output_dir of a run; several are compared")
     parser.add_argument("--host", default=_LOOPBACK, help=f"address to listen on ({_LOOPBACK}: this machine only)")
-    parser.add_argument("--port", type=int, default=0, help="port to listen on; 0, the default: any that is free")
+    parser.add_argument("--port", type=int, default=0, help="port to listen on (0, the default: any free port)")
     parser.add_argument(
         "--export",
         metavar="FILE.html",
-        help=f"write one file of at most {MAX_BYTES // 10**6} MB that shows the same without a server, with a choice "
-        "of rollouts, and end",
+        help=f"write a self-contained page of at most {MAX_BYTES // 10**6} MB with selected rollouts, and exit",
     )
     return parser

@@ -1,7 +1,7 @@
-"""One run that is looked at: follows its streams, keeps their numbers and an index of its rollouts.
+"""A run that `view` shows: follows its streams and keeps its numbers and an index of its rollouts.
 
-Nothing is read twice: numbers are folded into a `RunState`, rollouts into `RolloutIndex`es, fates into columns. A
-stream that cannot be read further is named in `faults`; the others go on.
+Nothing is read twice: numbers go into a `RunState`, rollouts into `RolloutIndex`es, fates into columns. A stream that
+cannot be read further is named in `faults`; the others continue.
 """
 
 from __future__ import annotations
@@ -77,7 +77,7 @@ class _RatiosHead(msgspec.Struct, frozen=True, kw_only=True):
     schema: int = 0
 
 
-#: Older rollouts wait so long for what a page shows first: curves and the newest rollouts.
+#: Older rollouts are read after what a page shows first, curves and the newest rollouts.
 HEAD_START_S = 1.0
 
 
@@ -118,12 +118,12 @@ class WatchedRun:
 
     @property
     def changes(self) -> int:
-        """Rises with everything that is read."""
+        """Grows with everything that is read."""
         with self._lock:
             return self._changes
 
     def start(self) -> WatchedRun:
-        """Follow the streams from now on, in threads. Curves come first, then the newest rollouts, then older ones."""
+        """Follow the streams in threads: curves first, then the newest rollouts, then older ones."""
         for source in _RECORDERS:
             self._follow(METRICS_TOPIC, source, MetricRecord, self._on_metrics)
         self._follow(TRAINER_TOPIC, TRAINER, TrainerMessage, self._on_trainer)
@@ -135,7 +135,7 @@ class WatchedRun:
         return self
 
     def read_all(self) -> None:
-        """Instead of `start`: read what is there now, and follow nothing."""
+        """Instead of `start`: read what is there now without following it."""
         self._is_patient = False
         self.start()
         self._end_feeds()
@@ -161,9 +161,9 @@ class WatchedRun:
             return read(self._state)
 
     def status(self) -> RunStatus:
-        """What the run and its processes do, at most a second old."""
+        """State of the run and its processes, at most a second old."""
         now = time.monotonic()
-        # Files of all processes are read: the feeds do not wait for that.
+        # Reads files of all processes, so the feeds must not wait for it.
         with self._status_lock:
             if self._status is None or now - self._status[0] > _STATUS_S:
                 self._notice_restart()
@@ -172,14 +172,14 @@ class WatchedRun:
             return self._status[1]
 
     def decoder(self) -> tuple[TokenText | None, str]:
-        """The tokenizer of the run, or None and why there is none."""
+        """The tokenizer of the run, or None and the reason."""
         with self._decoder_lock:
             if self._decoder is None:
                 self._decoder = token_text(self.run.config, self.run.run_dir)
             return self._decoder
 
     def indexed_share(self, source: Source) -> float:
-        """Share of the records of a stream that are in its index, by offsets."""
+        """Share of a stream's records that are indexed, by offsets."""
         first, last = self.index[source].span
         return 1.0 if not any(thread.is_alive() for thread in self._older) or not last else (last - first) / last
 
@@ -193,7 +193,7 @@ class WatchedRun:
         return np.unique(rows["key"][np.array(counts, bool)[of_row]]).tobytes()
 
     def fates_of_group(self, group_id: str) -> tuple[dict[str, str], int | None]:
-        """What became of the samples of a group, by id, as text; and the step that trained it, if one did."""
+        """The fates of a group's samples, by id, as text; and the step that trained it, if any."""
         with self._lock:
             rows = self._fates.view()
             rows = rows[rows["key"] == key_of(group_id)].copy()
@@ -217,7 +217,7 @@ class WatchedRun:
         """log pi - log mu of the trained tokens of a sample, pi under the weights that `step` trained; empty: not
         recorded."""
         start = self.read(lambda state: state.lineage.incarnation_of(step))
-        # Earlier starts may have had other ranks; these records are in files only.
+        # Earlier starts may have had other ranks. These records are always files.
         for rank in sorted(folder.name for folder in (self.run.run_dir.streams / TOKEN_RATIOS_TOPIC).glob("*")):
             record = self.record(TOKEN_RATIOS_TOPIC, rank, TokenRatios, self._ratios_offset(rank, start, step))
             if record is None or (record.incarnation, record.step) != (start, step):
@@ -227,8 +227,8 @@ class WatchedRun:
         return []
 
     def _ratios_offset(self, rank: str, start: int, step: int) -> int:
-        """Offset of the first record of a rank that is not before `step` of `start`: one a step, in order of starts and
-        steps. Heads are read for as many as a binary search needs."""
+        """Offset of a rank's first record that is not before `step` of `start`, by binary search: there is one record
+        per step, in order of starts and steps."""
 
         def is_reached(offset: int) -> bool:
             head = self.record(TOKEN_RATIOS_TOPIC, rank, _RatiosHead, offset)
@@ -314,7 +314,7 @@ class WatchedRun:
 
     def _notice_restart(self) -> None:
         """A resumed run may have other processes."""
-        with suppress(OSError, UserError):  # the folder was moved; what was read stays
+        with suppress(OSError, UserError):  # the folder was moved: keep what was read
             if (identity := self._identity_time()) != self._identity:
                 self._identity, self.run = identity, find_run(self.run.run_dir.root)
 

@@ -65,7 +65,7 @@ def test_troubleshooting_quotes_what_the_code_prints_and_names_every_finding_and
     parts = [part.strip() for quote in quotes for part in re.split(r"\.\.\.|: got|=\w+", quote)]
     assert len(parts) > 40
     assert [part for part in parts if part not in source and part != "KEY"] == []
-    findings = {rule.name for rule in RULES} | {"groups_equal", "starved_trainer", "idle_servers"}
+    findings = {rule.__name__ for rule in RULES} | {"groups_equal", "starved_trainer", "idle_servers"}
     assert [name for name in sorted(findings) if f"`{name}`" not in page] == []
     sections = {key.name.partition(".")[0] for key in known_keys() if "." in key.name}
     named = re.findall(rf"`((?:{'|'.join(sections)})\.[\w.]+)", page)

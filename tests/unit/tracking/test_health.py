@@ -121,7 +121,7 @@ def test_a_fault_is_found_within_20_steps_and_nothing_else_is(fault: str) -> Non
 
 def test_every_rule_has_a_fault_here_and_a_line_in_the_docs() -> None:
     planted = {name for name, _ in FAULTS.values()} | {"evaluation_falls"}
-    assert planted == {rule.name for rule in RULES}
+    assert planted == {rule.__name__ for rule in RULES}
     page = PAGE.read_text(encoding="utf-8")
     counted = {"groups_equal", "starved_trainer", "idle_servers"}
     assert not [name for name in planted | counted if f"| `{name}` |" not in page]
