@@ -33,22 +33,22 @@ from pipelinerl.streams.shards import commit, list_shards, stream_dir
 
 T = TypeVar("T")
 
-# Of `byte_budget`: what a stream with consumers may hold (there are two), and what each of the small ones may.
+# Shares of `byte_budget` for the two streams with consumers, and for each of the small ones.
 LARGE_SHARE, SMALL_SHARE = 3 / 8, 1 / 64
-# A waiting consumer repeats this often how far it has come: a restarted server may have lost it.
+# A waiting consumer repeats its offset, which a restarted server may have lost.
 TELL_AGAIN_S = 2.0
-# A reply is meant to be about this large; the size of the last record says how many records that is.
+# Intended size of a reply; the size of the last record says how many records that is.
 FETCH_BYTES = 1 << 18
-# One read returns about this much: decoded large records would be pushed out of the caches before they are used.
+# Size of one read: small, so that decoded records are used while they are in the processor's caches.
 BATCH_BYTES = 1 << 14
-# A log can be read from any offset; the places that are named to a reader are this far apart.
+# A log can be read from any offset; `places` names every so many.
 LOG_STRIDE = 64
-# Blocking reads are cut into slices, so that `wake` is noticed.
+# Blocking reads are split, so that `wake` is noticed.
 SLICE_S = 0.5
 
 
 class RedisBackend:
-    """Raises StreamError if there is no server, or one that would lose records."""
+    """Raises StreamError if there is no server, or if it could lose records."""
 
     is_on_disk: ClassVar[bool] = False
 
@@ -114,7 +114,7 @@ class RedisBackend:
                 "streams.backend",
                 "redis",
                 f"the address of the running run's own server in {REDIS_URL_KEY}",
-                "Its password is in no file. Wait for the end of the run, or use a server of your own (streams.url).",
+                "Its password is in no file. Wait until the run has ended, or use your own server (streams.url).",
             )
         return cls.serve(config, run_dir, environ)
 
@@ -127,8 +127,8 @@ class RedisReader(Generic[T]):
         keys: of the stream.
         record_type: struct, or union of structs, that the stream holds.
         offset: first record to return. It may lie in the future.
-        archive: folder of the records that have left Redis.
-        consumer: name of the reader that records are kept for; what it has returned may leave Redis at its next read.
+        archive: folder of records that have left Redis.
+        consumer: the reader that records are kept for; what it has returned may leave Redis at its next read.
     """
 
     def __init__(
@@ -180,7 +180,7 @@ class RedisReader(Generic[T]):
         self._client.close()
 
     def _fetch(self, block_s: float) -> None:
-        """Load raw entries, waiting up to `block_s` for the first."""
+        """Fetch raw entries, waiting up to `block_s` for the first."""
         count = max(1, FETCH_BYTES // max(1, self._record_bytes))
         block_ms = int(block_s * 1000) + 1 if block_s > 0 else None
         reply: Any = self._client.xread({self._keys.log: f"{self._next}-0"}, count=count, block=block_ms)
@@ -188,7 +188,7 @@ class RedisReader(Generic[T]):
             self._rows.extend(reply[0][1])
 
     def _tell(self) -> None:
-        """Let the writer know that everything before the next record was read. Saying it twice does no harm."""
+        """Tell the writer that everything before the next record was read. Idempotent."""
         now = time.monotonic()
         if self._consumer is not None and (self._told != self._next or now > self._told_at + TELL_AGAIN_S):
             self._client.hset(self._keys.consumed, self._consumer, str(self._next))
@@ -196,7 +196,7 @@ class RedisReader(Generic[T]):
 
     def _take_archived(self, max_records: int) -> list[Entry[T]]:
         if self._archived is None:
-            # The log's last entry never leaves, so a later one shows that the next record has.
+            # The log's last entry is never archived, so a later one shows that the next record was.
             if not self._rows or self._is_next(self._rows[0][0]) or not list_shards(self._archive):
                 return []
             self._archived = FileReader[T](self._archive, self._record_type, self._next)
@@ -216,7 +216,7 @@ class RedisReader(Generic[T]):
             row_id, fields = self._rows[0]
             try:
                 if not self._is_next(row_id):
-                    raise StreamError(f"the record is gone, the next one there has the id {row_id.decode()}")
+                    raise StreamError(f"the record is gone; the next one has the id {row_id.decode()}")
                 record = self._codec.decode(fields[FIELD])
             except StreamError as error:
                 if entries:

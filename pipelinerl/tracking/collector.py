@@ -1,7 +1,7 @@
 """Collects a run's metrics: follows its streams, shows them, and writes `metrics.jsonl`, summary and plot.
 
-One background feed per stream, each waiting in a blocking read. Threads meet at one lock around the `RunState` and one
-around the sinks.
+One background feed per stream, each in a blocking read. Threads share one lock around the `RunState` and one around the
+sinks.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from pipelinerl.records import (
     record_time,
 )
 from pipelinerl.rundir.layout import RunDir
-from pipelinerl.streams.base import EVALUATION_TOPIC, FATES_TOPIC, METRICS_TOPIC, TRAINER_TOPIC, StreamReader
+from pipelinerl.streams.base import EVALUATION_TOPIC, FATES_TOPIC, METRICS_TOPIC, TRAINER_TOPIC
 from pipelinerl.streams.hub import StreamHub
 from pipelinerl.streams.read import Feed
 from pipelinerl.tracking.display import Display, make_display, quiet_line, read_beats
@@ -42,15 +42,15 @@ RECORDING_KINDS = ("actor", "preprocessor", "finetune")
 
 
 class Collector:
-    """Follows one run from the first record of its streams on.
+    """Follows one run from the first record of its streams.
 
     Args:
         hub: the run's streams.
-        world: says which processes write.
+        world: the processes that write them.
         run_dir: where the results go.
         config: the resolved configuration.
-        display: what the terminal shows; None: the table or plain lines on standard output.
-        incarnation: of this start. What earlier ones did counts, but is not told again.
+        display: None: the table or plain lines on standard output.
+        incarnation: of this start. Earlier ones count, but are not reported again.
     """
 
     def __init__(
@@ -86,13 +86,13 @@ class Collector:
         self._stopped = False
 
     def start(self) -> None:
-        """Begin to follow the streams and to show the run."""
+        """Start following the streams and showing the run."""
         self._show(lambda: self._display.start(self.snapshot))
         for feed in self._feeds:
             feed.start()
 
     def stop(self) -> None:
-        """Take what is in the streams now and end. May be called twice. What went wrong meanwhile is logged."""
+        """Read what is in the streams now and end. May be called twice. Errors are logged."""
         if self._stopped:
             return
         self._stopped = True
@@ -105,18 +105,18 @@ class Collector:
         self._show(self._display.stop)
 
     def raise_if_failed(self) -> None:
-        """Raise what ended one of the feeds, if something did (a corrupt record, for instance)."""
+        """Raise the error that ended a feed, if any (a corrupt record, for instance)."""
         for feed in self._feeds:
             feed.raise_if_failed()
 
     def snapshot(self, read: Callable[[RunState], Any]) -> Any:
-        """Return `read(state)`; nothing changes the state meanwhile."""
+        """Return `read(state)` while nothing changes the state."""
         with self._lock:
             return read(self._state)
 
     def write_summary(self, status: Status, reason: str | None, more: Mapping[str, Any] = {}) -> dict[str, Any]:
-        """Stop, write `summary.json` (with the entries of `more`) and `learning_curve.png` (if there is something to
-        draw), finish the sinks, and return the summary."""
+        """Stop, write `summary.json` (with the entries of `more`) and `learning_curve.png` (if there is data), finish
+        the sinks, and return the summary."""
         self.stop()
         with self._lock:
             summary = {**build_summary(self._state, status, reason), **more}
@@ -130,8 +130,7 @@ class Collector:
         return summary
 
     def _draw(self) -> None:
-        # Not under the state's lock: to load what draws takes a second, for which a run that failed at its start need
-        # not keep its user either.
+        # Not under the state's lock: importing matplotlib takes a second, which a run without data skips.
         curve = self.snapshot(LearningCurve.of)
         if not self._draws or not curve:
             return
@@ -140,7 +139,7 @@ class Collector:
         except Exception as error:  # noqa: BLE001 - a picture never changes how a run ends
             self._draws = False
             logger.warning("%s cannot be drawn: %s", self._run_dir.learning_curve_file, error)
-        # Artists of a figure refer to each other; left to themselves they stay, some megabytes an evaluation.
+        # A figure has reference cycles that would keep some megabytes per evaluation.
         gc.collect()
 
     def _make_feeds(self, hub: StreamHub, world: WorldMap) -> list[Feed[Any]]:
@@ -152,7 +151,10 @@ class Collector:
             *((EVALUATION_TOPIC, name, EvaluationResult, self._on_evaluation) for name in actors),
             *((TRAINER_TOPIC, job.name, TrainerMessage, self._on_trainer) for job in world.jobs_of("finetune")[:1]),
         ]
-        return [_follow(hub.reader(topic, name, kind), take, f"{topic}-{name}") for topic, name, kind, take in followed]
+        return [
+            Feed(hub.reader(topic, name, kind), lambda entry, take=take: take(entry.record), f"{topic}-{name}")  # type: ignore[misc]
+            for topic, name, kind, take in followed
+        ]
 
     def _on_metrics(self, record: MetricRecord) -> None:
         findings: list[Finding] = []
@@ -171,7 +173,7 @@ class Collector:
         if record.time >= self._since and replaced > self._replaced_workers.get(record.source, 0):
             self._replaced_workers[record.source] = replaced
             log = self._run_dir.job(record.source) / "stderr.log"
-            line = f"warning: your code held a rollout worker, which was replaced ({replaced} so far). Where: {log}"
+            line = f"warning: your code blocked a rollout worker, which was replaced ({replaced} so far); see {log}"
             self._show(lambda: self._display.notice(line))
 
     def _on_fate(self, record: FateRecord) -> None:
@@ -185,22 +187,21 @@ class Collector:
     def _on_evaluation(self, result: EvaluationResult) -> None:
         dataset = result.dataset_name
         values = {
-            #: mean over problems of the share of successful rollouts; failed ones are left out
+            #: mean over problems of the share of successful rollouts, without failed ones
             f"evaluation/{dataset}/success_rate": result.success_rate,
-            f"evaluation/{dataset}/mean_reward": result.mean_reward,  #: likewise, of the reward
+            f"evaluation/{dataset}/mean_reward": result.mean_reward,  #: mean reward, likewise
             f"evaluation/{dataset}/num_rollouts": float(result.num_rollouts),  #: rollouts of the evaluation
             f"evaluation/{dataset}/num_failed": float(result.num_failed),  #: rollouts that failed
             f"evaluation/{dataset}/seconds": result.seconds,  #: duration of the evaluation
-            #: sampled tokens of a rollout, on average
-            f"evaluation/{dataset}/output_tokens": result.output_tokens,
-            #: share of rollouts with a sample that was cut off, by the limit on tokens or by the context
+            f"evaluation/{dataset}/output_tokens": result.output_tokens,  #: mean number of sampled tokens per rollout
+            #: share of rollouts with a sample that was cut off by the token limit or the context length
             f"evaluation/{dataset}/cut_fraction": result.cut_fraction,
         }
         for estimate, found in result.estimates.items():
-            #: `avg_at_<k>`, `pass_at_<j>`: mean success of k samples of each problem; chance that one of j is right
+            #: `avg_at_<k>`: mean success of k samples per problem; `pass_at_<j>`: chance that one of j is correct
             values[f"evaluation/{dataset}/{estimate}"] = found.value
         for metric, value in result.metrics.items():
-            values[f"evaluation/{dataset}/{metric}"] = value  #: mean of a field of the domain's own metrics
+            values[f"evaluation/{dataset}/{metric}"] = value  #: mean of one of the domain's own metrics
         with self._lock:
             self._state.fold_evaluation(result)
             if result.time >= self._since:
@@ -233,21 +234,21 @@ class Collector:
             self._state.fold_trainer(message)
         if isinstance(message, WeightUpdateSuccess):
             values: dict[str, float | None] = {
-                #: longest pause of one server, from the request to the end of resume; running steps finish in it
+                #: longest pause of a server, from the request to the end of resume, including its running steps
                 "weight_update/paused_s": message.seconds.get("paused"),
                 "weight_update/num_servers": float(message.num_servers),  #: servers that received the update
-                #: bytes sent to each server: the whole model, or the adapter with `finetune.lora.sync=adapter`
+                #: bytes sent to each server: the model, or the adapter with `finetune.lora.sync=adapter`
                 "weight_update/sent_bytes": message.sent_bytes,
                 #: mean abs(log pi - log mu) of the probe (first and last update, `supervise.probe_every_n_updates`)
                 "weight_update/logprob_abs_diff_mean": message.probe_abs_diff,
             }
             for phase, seconds in message.seconds.items():
-                #: seconds of pause, start, transfer, load and resume on the slowest server, and of all (total)
+                #: seconds of pause, start, transfer, load and resume on the slowest server, and their total
                 values[f"weight_update/{phase}_s"] = seconds
             self._log(_row("weight_update", message.version, message.time, values))
 
     def _log(self, record: MetricRecord) -> None:
-        # Not under the state's lock: a sink may write to the terminal, and whoever redraws that waits for the state.
+        # Not under the state's lock: a sink may write to the terminal, whose redraw waits for the state.
         with self._sink_lock:
             for sink in self._sinks:
                 sink.log(record)
@@ -274,26 +275,22 @@ class Collector:
 
 
 def _health_of(config: RunConfig, world: WorldMap, run_dir: RunDir) -> Health:
-    # Whoever takes turns waits by design, and on a CPU the sides share the cores anyway.
+    # Sides that alternate wait by design, and on a CPU they share the cores.
     waits_by_design = config.schedule == "conventional" or config.max_lag == 0 or world.device == "cpu"
-    advice = f"`{typed('plan')} --from {run_dir.root}` says what to change."
+    advice = f"`{typed('plan')} --from {run_dir.root}` suggests what to change."
     waits = None if waits_by_design else Waits(advice)
     log = str(run_dir.job("actor_0") / "stdout.log")
     return Health(EqualRewards(config.finetune.samples_per_step, log), waits, str(run_dir.root))
 
 
 def _tables_of(hub: StreamHub, world: WorldMap, run_dir: RunDir, config: RunConfig) -> RolloutTables | None:
-    """None: nobody would take them."""
+    """None: no sink takes tables."""
     tracking = config.tracking
     takers = config.wandb.mode != "disabled" or tracking.trackio_project or tracking.sinks
     actor = next(iter(world.jobs_of("actor")), None)
     if not takers or not tracking.rollouts_per_evaluation or actor is None:
         return None
     return RolloutTables(hub, run_dir, config, actor.name)
-
-
-def _follow(reader: StreamReader[Any], take: Callable[[Any], None], name: str) -> Feed[Any]:
-    return Feed(reader, lambda entry: take(entry.record), name)
 
 
 def _row(source: str, step: int, time_s: float, values: Mapping[str, float | None]) -> MetricRecord:

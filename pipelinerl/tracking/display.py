@@ -1,7 +1,6 @@
 """What the terminal shows during a run: a live table, or plain lines where the terminal cannot redraw.
 
-The plain form prints a line per step and per evaluation, and one about what the run is waiting for when there was none
-for a while.
+Plain output has a line per step and per evaluation, and one about what the run waits for if there was none for a while.
 """
 
 from __future__ import annotations
@@ -30,9 +29,9 @@ logger = logging.getLogger(__name__)
 
 REFRESHES_PER_SECOND = 2
 PLAIN_INTERVAL_S = 1.0
-#: Plain output says what is waited for when it had no line for so long.
+#: Plain output says what the run waits for after so long without a line.
 QUIET_INTERVAL_S = 20.0
-#: How often an evaluation alone says how far it is.
+#: How often a run that only evaluates reports its progress.
 EVALUATION_INTERVAL_S = 5.0
 _SERVER_BUSY = re.compile(r"actor/server_busy_(\d+)")
 _NONE = "-"
@@ -46,7 +45,7 @@ Snapshot = Callable[[Callable[[RunState], Any]], Any]
 
 
 def table_rows(state: RunState, max_steps: int | None) -> list[tuple[str, str]]:
-    """(label, text) of every row; a number that is not known yet is a dash."""
+    """(label, text) of every row; unknown numbers are dashes."""
     number = partial(_number, state)
     servers = sorted((int(m[1]), value) for name, value in state.latest.items() if (m := _SERVER_BUSY.fullmatch(name)))
     step = f"{state.steps}/{max_steps}" if max_steps else f"{state.steps}"
@@ -94,7 +93,7 @@ def render_table(state: RunState, title: str, max_steps: int | None) -> Table:
 def progress_line(state: RunState, max_steps: int | None, record: MetricRecord) -> str:
     """The step of `record` as one line, with reward and success as in the table and the plot."""
     step, number = record.step, partial(_number, state)
-    # The trainer's metrics may come before its word that the step is done.
+    # The trainer's metrics may come before its message that the step is done.
     reward, success, cut = (
         state.by_step(names).get(step) for names in (REWARD, SUCCESS, ("preprocessor/cut_fraction",))
     )
@@ -142,13 +141,9 @@ def read_beats(run_dir: RunDir, jobs: Sequence[Job]) -> dict[str, HeartbeatState
 
 
 def quiet_line(state: RunState, config: RunConfig, beats: Mapping[str, HeartbeatState | None], run_s: float) -> str:
-    """Say what the run is doing, on one line.
+    """One line about what the run, `run_s` seconds after its start, is doing.
 
-    Args:
-        state: of the run, read only.
-        config: of the run.
-        beats: the newest heartbeat of each process, None if there was none yet.
-        run_s: seconds since the start of the run.
+    `beats` has the newest heartbeat of each process, None before the first.
     """
     waits = [f"{name} is loading its libraries" for name, beat in beats.items() if beat is None]
     for name, beat in beats.items():
@@ -208,7 +203,7 @@ def _duration(seconds: float) -> str:
 
 
 def _ready(state: RunState) -> str:
-    """Samples of complete groups that have no fate yet."""
+    """Number of samples in complete groups without a fate."""
     admitted, in_flight = state.latest.get("actor/admitted_samples"), state.latest.get("actor/in_flight_samples")
     return "?" if admitted is None or in_flight is None else f"{max(0.0, admitted - in_flight):.0f}"
 
@@ -239,10 +234,10 @@ class LiveDisplay:
         self._live.start()
 
     def step_recorded(self, state: RunState, record: MetricRecord) -> None:
-        """Nothing to do: the next refresh shows it."""
+        """The next refresh shows it."""
 
     def evaluated(self, state: RunState, result: EvaluationResult) -> None:
-        """Nothing to do: the next refresh shows it."""
+        """The next refresh shows it."""
 
     def notice(self, text: str) -> None:
         self._console.print(text, markup=False, highlight=False)  # rich puts it above the table
@@ -254,10 +249,8 @@ class LiveDisplay:
 
 
 class PlainDisplay:
-    """One line a step (at most one a second, and the last one), one an evaluation, and one when there was none for
-    `quiet_interval_s`.
-
-    `describe` says what the run is doing then; without it there are no such lines.
+    """One line per step (at most one per second, and the last one) and per evaluation, and one by `describe` after
+    `quiet_interval_s` without any.
     """
 
     def __init__(
@@ -275,7 +268,7 @@ class PlainDisplay:
         self._thread: threading.Thread | None = None
 
     def start(self, snapshot: Snapshot) -> None:
-        """Lines come with the records; from now on also when there are none."""
+        """From now on there are lines by `describe`; the others come with the records."""
         if self._describe is not None:
             self._thread = threading.Thread(target=self._fill, args=(snapshot,), name="quiet-lines", daemon=True)
             self._thread.start()
@@ -289,10 +282,10 @@ class PlainDisplay:
                 if self._news.wait(self._quiet_interval_s):
                     continue
             try:
-                # Not under the lock of the lines: whoever prints one may hold the state's.
+                # Not under the lock of the lines: another thread may print with the state's lock.
                 self._print(str(snapshot(self._describe)))
             except (OSError, ValueError) as error:  # a terminal that was closed
-                logger.warning("there are no more lines about waits: %s", error)
+                logger.warning("lines about waits are off from now on: %s", error)
                 return
 
     def step_recorded(self, state: RunState, record: MetricRecord) -> None:
@@ -308,7 +301,7 @@ class PlainDisplay:
         self._print(text)
 
     def stop(self) -> None:
-        """No more lines about waits; every other one was flushed."""
+        """End the lines by `describe`; all others were flushed."""
         with self._news:
             self._stopped = True
             self._news.notify_all()
@@ -326,7 +319,7 @@ Display = LiveDisplay | PlainDisplay
 
 
 def make_display(stream: TextIO, title: str, config: RunConfig, describe: Callable[[RunState], str]) -> Display:
-    """The table where the terminal can redraw, lines elsewhere, and for an evaluation, which has no steps."""
+    """The table if the terminal can redraw; otherwise, and for an evaluation without steps, lines."""
     max_steps = config.finetune.known_steps
     if config.debug.mode == "evaluation":
         return PlainDisplay(stream, None, describe, EVALUATION_INTERVAL_S)

@@ -1,6 +1,6 @@
 """The newest value of every number of a run for Prometheus, at http://127.0.0.1:PORT/metrics.
 
-Names of metrics are `pipelinerl_<who>_<what>`; what a name of ours says in the middle becomes a label:
+Metrics are called `pipelinerl_<who>_<what>`; other parts of a name become labels:
 
 | metric of a run                  | for Prometheus                                                         |
 |----------------------------------|------------------------------------------------------------------------|
@@ -35,7 +35,7 @@ Labels = tuple[tuple[str, str], ...]
 
 
 def prometheus_name(name: str) -> tuple[str, Labels]:
-    """The name and the labels of a metric of ours."""
+    """Name and labels of a metric for Prometheus."""
     who, *parts = name.split("/")
     if found := _SERVER.fullmatch(name):
         return _plain(found[1]), (("server", found[2]),)
@@ -57,11 +57,7 @@ def _plain(name: str) -> str:
 
 
 class PrometheusSink(PrometheusCollector):
-    """Serves the numbers of one run, from `tracking.prometheus_port` on loopback.
-
-    Raises:
-        OSError: the port is taken.
-    """
+    """Serves the numbers of one run at `tracking.prometheus_port` on loopback. Raises OSError if the port is taken."""
 
     def __init__(self, inputs: SinkInputs) -> None:
         port = inputs.config.tracking.prometheus_port
@@ -77,14 +73,14 @@ class PrometheusSink(PrometheusCollector):
 
     @property
     def port(self) -> int:
-        """The port that is served."""
+        """The port that it listens on."""
         return int(self._server.server_port)
 
     def log(self, record: MetricRecord) -> None:
         with self._lock:
             if "finetune/loss" in record.values:
                 self._step = record.step
-                self._values.pop("pipelinerl_health", None)  # a finding lasts until the next step
+                self._values.pop("pipelinerl_health", None)  # findings last until the next step
             for name, value in record.values.items():
                 family, labels = prometheus_name(name)
                 self._values.setdefault(family, {})[labels] = value

@@ -1,7 +1,7 @@
 """Some rollouts of every evaluation as rows of text, for trackers that show tables.
 
-The same problems in every evaluation, so that one can follow them through training. Rows, and characters of a text, are
-bounded. Text of the model has its control characters escaped; a tracker has to show it as plain text.
+Every evaluation shows the same problems, so that they can be followed through training. The number of rows and the
+length of texts are bounded. Control characters of model text are escaped; trackers must show it as plain text.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from pipelinerl.streams.base import EVALUATION_ROLLOUTS_TOPIC
 from pipelinerl.streams.hub import StreamHub
 from pipelinerl.tracking.token_text import TokenText, escaped, shortened, token_text
 
-#: Most characters of a cell; a longer text loses its middle.
+#: Characters per cell; longer texts lose their middle.
 MAX_CHARS = 2000
 COLUMNS = ("version", "sampled_by", "problem", "prompt", "answer", "reward", "success", "tokens", "end")
 
@@ -28,11 +28,10 @@ class RolloutTable:
     """Rollouts of one evaluation and data set.
 
     Attributes:
-        dataset: name of the data set.
         version: policy version that the evaluation was due at, the step of its numbers.
-        columns: names of the cells of a row. `sampled_by` are the versions that sampled the answer, `tokens` counts its
-            sampled tokens, `end` is its finish reason, or `failed`. Reward and success of a failed rollout are None.
-        rows: one for each rollout.
+        columns: names of the cells. `sampled_by`: versions that sampled the answer, `tokens`: their number, `end`:
+            finish reason or `failed`. Reward and success of a failed rollout are None.
+        rows: one per rollout.
     """
 
     dataset: str
@@ -42,19 +41,12 @@ class RolloutTable:
 
     @property
     def name(self) -> str:
-        """Under which trackers keep it."""
+        """Its name in trackers."""
         return f"evaluation/{self.dataset}/rollouts"  #: table of some of its rollouts (W&B, Trackio)
 
 
 class RolloutTables:
-    """Makes the tables of one run, from the stream of its evaluations' rollouts. For one thread.
-
-    Args:
-        hub: the run's streams.
-        run_dir: of the run; its newest model may have the tokenizer.
-        config: the resolved configuration; `tracking.rollouts_per_evaluation` is the limit on rows.
-        actor: name of the job that evaluates.
-    """
+    """Makes the tables of one run from the rollouts that job `actor` recorded. Not thread-safe."""
 
     def __init__(self, hub: StreamHub, run_dir: RunDir, config: RunConfig, actor: str) -> None:
         self._run_dir, self._config = run_dir, config
@@ -66,7 +58,7 @@ class RolloutTables:
         self._tokenizer: tuple[TokenText | None, str] | None = None
 
     def table_of(self, result: EvaluationResult) -> RolloutTable | None:
-        """The rollouts behind `result`, whose records are in the stream by now; None: none were recorded.
+        """The rollouts of `result`, which are in the stream by now; None: none were recorded.
 
         Raises:
             StreamError: the stream cannot be read.
@@ -75,7 +67,7 @@ class RolloutTables:
             for entry in entries:
                 self._keep(entry.record)
         key = (result.due_version, result.is_final)
-        # Nothing more is asked about earlier evaluations; of later ones there may be rollouts already.
+        # Earlier evaluations are done; of later ones there may be rollouts already.
         self._kept = {each: found for each, found in self._kept.items() if each >= key}
         chosen = self._kept.get(key, {}).get(result.dataset_name, {})
         if not chosen:
@@ -87,10 +79,10 @@ class RolloutTables:
         self._reader.close()
 
     def _keep(self, rollout: EvaluationRollout) -> None:
-        """Keep one rollout of each problem, the first attempt, and the limit's worth of problems."""
+        """Keep the first attempt at each problem, up to the limit."""
         chosen = self._kept.setdefault((rollout.due_version, rollout.is_final), {}).setdefault(rollout.dataset_name, {})
         known = chosen.get(rollout.problem_id)
-        # What an interrupted evaluation had is made again under the same name.
+        # Rollouts of an interrupted evaluation are repeated under the same name.
         if known is None or (len(rollout.id), rollout.id) <= (len(known.id), known.id):
             chosen[rollout.problem_id] = rollout
         if len(chosen) > self._limit:
@@ -129,7 +121,7 @@ class RolloutTables:
 
 
 def _decoded(decoder: TokenText, token_ids: Sequence[int]) -> str:
-    """Their text, or both ends of it where it would not be shown anyway."""
+    """Their text, or only both ends if the middle would not be shown."""
     if len(token_ids) <= 2 * MAX_CHARS:
         return decoder.whole(token_ids)
     return f"{decoder.whole(token_ids[:MAX_CHARS])} ... {decoder.whole(token_ids[-MAX_CHARS:])}"
@@ -140,5 +132,5 @@ def _cell(text: str) -> str:
 
 
 def _rank(problem_id: str) -> tuple[int, str]:
-    """An order of problems that has nothing to do with their content and stays the same."""
+    """A fixed order of problems that does not depend on their content."""
     return zlib.crc32(problem_id.encode("utf-8", "backslashreplace")), problem_id

@@ -1,7 +1,7 @@
 """`RunState`: everything that table, plot and summary show, folded from the run's streams.
 
-Fed by the collector, one record at a time and in any order between streams. Pure: no I/O, waits for nothing.
-A resumed run folds its streams from the start, so nothing of this is saved.
+Takes one record at a time, in any order between streams. Pure: no I/O, no waits. A resumed run folds its streams from
+their beginning, so the state is never saved.
 """
 
 from __future__ import annotations
@@ -23,16 +23,16 @@ from pipelinerl.records.lineage import Lineage
 When = Literal["before", "after"]
 Phase = Literal["starting", "training", "done"]
 
-# Reward and success of training, wherever a person sees them: over all rollouts that the batch of a step was chosen
-# from. The first name with data counts; those after it are for stages that run without a preprocessor.
+# Reward and success of training wherever they are shown: over all rollouts that a step's batch was chosen from. The
+# first name with data counts; the others are for stages without a preprocessor.
 REWARD = ("preprocessor/reward_mean", "finetune/reward_mean", "actor/reward_mean")
 SUCCESS = ("preprocessor/success_rate", "actor/success_rate")
 
 
 class RunState:
-    """Fold of one run. `latest[name]` is the newest value, `history[name][step]` the newest of each version.
+    """State of one run. `latest[name]` is the newest value, `history[name][step]` the newest of each version.
 
-    `phase` is that of the start `incarnation`: it trains once the servers have their first weights.
+    `phase` is that of start `incarnation`, which trains once the servers have their first weights.
     """
 
     def __init__(self, incarnation: int = 0) -> None:
@@ -73,7 +73,7 @@ class RunState:
             if incarnation in self._begin:
                 self._paused_s += message.seconds.get("paused", message.seconds.get("total", 0.0))
             else:
-                # The first update of an incarnation pauses servers that have nothing to do yet.
+                # The first update of a start pauses servers that are still idle.
                 self._begin[incarnation] = message.time
         if isinstance(message, StepDone | TrainingDone):
             self._end[incarnation] = max(message.time, self._end.get(incarnation, message.time))
@@ -101,12 +101,12 @@ class RunState:
 
     @property
     def fates(self) -> dict[str, int]:
-        """Samples (and rollouts that ended without one) by fate; training that was rolled back does not count."""
+        """Samples (and rollouts without samples) by fate; training that was rolled back does not count."""
         return self._by_fate(self._fates)
 
     @property
     def fate_tokens(self) -> dict[str, int]:
-        """The tokens that were sampled for them."""
+        """Sampled tokens by fate."""
         return self._by_fate(self._tokens)
 
     def _by_fate(self, numbers: Counter[tuple[str, int, int]]) -> dict[str, int]:
@@ -118,8 +118,8 @@ class RunState:
 
     @property
     def training_seconds(self) -> float:
-        """Wall-clock seconds of training: from the servers' readiness (and the evaluation before training) to the
-        last step, summed over incarnations."""
+        """Wall-clock seconds of training: from the servers' first weights (and the evaluation before training) to the
+        last step, summed over starts."""
         begin = dict(self._begin)
         for result in self.evaluations:
             if result.due_version == 0 and not result.is_final and result.incarnation in begin:
@@ -128,12 +128,12 @@ class RunState:
 
     @property
     def stall_seconds(self) -> float:
-        """Seconds during which the servers were paused for weight updates."""
+        """Seconds that the servers were paused for weight updates."""
         return self._paused_s
 
     @property
     def output_tokens(self) -> float:
-        """Tokens sampled for training, as far as their fate is known."""
+        """Tokens sampled for training whose fate is known."""
         return max(float(self._tokens.total()), self.total("finetune/output_tokens"))
 
     def by_step(self, names: tuple[str, ...]) -> dict[int, float]:
@@ -141,7 +141,7 @@ class RunState:
         return next((found for name in names if (found := self.history.get(name))), {})
 
     def curve(self, names: tuple[str, ...]) -> dict[int, float]:
-        """`by_step` up to the newest step; a batch that is ready but not trained has none yet."""
+        """`by_step` up to the newest step, without batches that are ready but not trained."""
         steps = self.steps
         return {step: value for step, value in sorted(self.by_step(names).items()) if step <= steps}
 
@@ -151,18 +151,18 @@ class RunState:
         return sum(value for step, value in self.history.get(name, {}).items() if step <= steps)
 
     def mean(self, name: str, weight_name: str) -> float:
-        """Mean of a metric over the steps that count, weighted by another one (1 where that one is absent)."""
+        """Mean of a metric over the steps that count, weighted by another one (1 where it is absent)."""
         weights, steps = self.history.get(weight_name, {}), self.steps
         parts = [(v, weights.get(s, 1.0)) for s, v in self.history.get(name, {}).items() if s <= steps]
         total = sum(weight for _, weight in parts)
         return sum(value * weight for value, weight in parts) / total if total > 0 else 0.0
 
     def held_out_success(self, when: When) -> float | None:
-        """Success rate before training (due at version 0) or after it (the final one), over all data sets, weighted by
+        """Success rate before training (due at version 0) or after it (final), over all data sets, weighted by
         rollouts; None if there was no such evaluation."""
         found = [r for r in self.evaluations if (r.is_final if when == "after" else r.due_version == 0)]
         if when == "after":
-            # A run that was complete may have been continued: its last word counts.
+            # A complete run may have been continued: the last evaluation counts.
             newest = max(((r.due_version, r.incarnation) for r in found), default=None)
             found = [r for r in found if (r.due_version, r.incarnation) == newest]
         if when == "before" and any(not result.is_final for result in found):

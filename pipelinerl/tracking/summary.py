@@ -17,7 +17,7 @@ _LAG = (("finetune/lag_mean_versions", "mean", "-"), ("finetune/lag_max_versions
 
 
 def build_summary(state: RunState, status: Status, reason: str | None) -> dict[str, Any]:
-    """Return the summary. Rates are over the seconds of training; 0.0 where there was no training."""
+    """Return the summary. Rates are per second of training; 0.0 without training."""
     seconds = state.training_seconds
     probes = state.probe_diffs
     return {
@@ -41,11 +41,7 @@ def build_summary(state: RunState, status: Status, reason: str | None) -> dict[s
 
 
 def write_json(path: Path, content: Mapping[str, Any]) -> None:
-    """Write `content`, indented, so that `path` is complete or as it was before.
-
-    Raises:
-        OSError: the disk refuses.
-    """
+    """Write `content`, indented and atomically. Raises OSError if it cannot be written."""
     replace_file(path, msgspec.json.format(msgspec.json.encode(content), indent=2) + b"\n")
 
 
@@ -55,7 +51,7 @@ def _rate(amount: float, seconds: float) -> float:
 
 @dataclass(frozen=True)
 class LearningCurve:
-    """What `learning_curve.png` shows: values by step of reward, success and lags, and success of evaluations."""
+    """The data of `learning_curve.png`: reward, success and lags by step, and success of evaluations."""
 
     reward: dict[int, float]
     success: dict[int, float]
@@ -64,7 +60,7 @@ class LearningCurve:
 
     @classmethod
     def of(cls, state: RunState) -> LearningCurve:
-        """A copy of what `state` holds now."""
+        """A copy of the data in `state`."""
         lags = {name: sorted(state.history.get(name, {}).items()) for name, _, _ in _LAG}
         return cls(state.curve(REWARD), state.curve(SUCCESS), lags, _held_out(state))
 
@@ -73,11 +69,7 @@ class LearningCurve:
 
 
 def plot_learning_curve(shown: LearningCurve, path: Path, title: str) -> None:
-    """Draw the run into `path` (PNG). A run without any data gives an empty frame.
-
-    Raises:
-        OSError: the disk refuses.
-    """
+    """Draw the run into `path` (PNG); without data the axes are empty. Raises OSError if it cannot be written."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(9, 6.5), layout="constrained")

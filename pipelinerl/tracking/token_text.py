@@ -1,7 +1,6 @@
-"""Token ids as text, with the run's own tokenizer, from files on this machine. Nothing is downloaded.
+"""Token ids as text, with the run's own tokenizer from local files. Nothing is downloaded.
 
-`tokenizer.json` is read directly, so neither torch nor transformers is loaded; only a tokenizer without that file needs
-them.
+`tokenizer.json` is read directly; only a tokenizer without that file needs torch and transformers.
 """
 
 from __future__ import annotations
@@ -14,36 +13,36 @@ from typing import Any
 from pipelinerl.config import RunConfig
 from pipelinerl.rundir.layout import RunDir
 
-# Spaces of other widths and the joiners of many scripts count as unprintable, but drive no terminal.
+# Spaces of other widths and joiners count as unprintable, but do not control a terminal.
 _KEPT = frozenset(
     "\t\u00a0\u1680\u2000\u2001\u2002\u2003\u2004\u2005\u2006\u2007\u2008\u2009\u200a\u202f\u205f\u3000\u200c\u200d"
 )
 _FILE = "tokenizer.json"
-# Some tokenizers write a word that begins a text in another way than the same word further on.
+# Some tokenizers decode the first word of a text differently.
 _CONTEXT_TOKENS = 4
-# What a tokenizer of 32-bit ids can be asked about.
+# Tokenizers take ids of 32 bits.
 _MAX_ID = 2**32
 _MAX_REASON = 200
 
 
 class TokenText:
-    """Text of token ids, special tokens included. An id that the tokenizer does not know is shown as `<|id N|>`.
+    """Text of token ids, including special tokens. Unknown ids are shown as `<|id N|>`.
 
     Args:
         decode: text of ids that are all known.
-        is_known: whether an id is.
+        is_known: whether the tokenizer knows an id.
     """
 
     def __init__(self, decode: Callable[[list[int]], str], is_known: Callable[[int], bool]) -> None:
         self._decode, self._is_known = decode, is_known
 
     def part(self, token_ids: Sequence[int], start: int, end: int) -> str:
-        """The text of tokens `[start, end)` as it reads after those before it."""
+        """The text of tokens `[start, end)` as it continues the ones before."""
         before = token_ids[max(0, start - _CONTEXT_TOKENS) : start]
         if before:
             context = self.whole(before)
             text = self.whole([*before, *token_ids[start:end]])
-            # Not so where a character begins in one part and ends in the other.
+            # Not if a character begins in one part and ends in the other.
             if text.startswith(context) and not context.endswith("\ufffd"):
                 return text[len(context) :]
         return self.whole(token_ids[start:end])
@@ -60,10 +59,7 @@ class TokenText:
 
 
 def token_text(config: RunConfig, run_dir: RunDir) -> tuple[TokenText | None, str]:
-    """The tokenizer of a run; or None and why there is none, as one line.
-
-    It is that of `model_path`, or else that of the model which the run has written.
-    """
+    """The tokenizer of `model_path` or of the model that the run exported; or None and the reason, as one line."""
     trusts = config.finetune.trust_remote_code
     folder = Path(config.model_path).expanduser()
     first = str(folder) if folder.is_dir() else config.model_path
@@ -71,7 +67,7 @@ def token_text(config: RunConfig, run_dir: RunDir) -> tuple[TokenText | None, st
     for name in (first, str(run_dir.current_model)):
         try:
             return _load(name, trusts), ""
-        except Exception as error:  # noqa: BLE001 - a damaged file may raise anything; the counts are shown all the same
+        except Exception as error:  # noqa: BLE001 - a damaged file may raise anything; counts are shown without text
             what = one_line(" ".join(str(error).split()))[:_MAX_REASON] or type(error).__name__
             reasons.append(f"{one_line(name)}: {what}")
     return None, f"no tokenizer could be loaded without a download ({'; '.join(reasons)})"
@@ -98,10 +94,10 @@ def _load(name: str, trust_remote_code: bool) -> TokenText:
 
 
 def _tokenizer_file(name: str) -> Path | None:
-    """`tokenizer.json` of a folder, or of a Hugging Face name whose files are on this machine; None: another kind.
+    """`tokenizer.json` of a folder or of a cached Hugging Face model; None: a tokenizer without that file.
 
     Raises:
-        FileNotFoundError: neither the folder nor the name is here, or there is no tokenizer in it.
+        FileNotFoundError: neither the folder nor the model is here, or it has no tokenizer.
     """
     folder = Path(name)
     if folder.is_dir():
@@ -132,23 +128,21 @@ def _is_of_tokenizer(name: str) -> bool:
 
 
 def escaped(text: str) -> str:
-    """`text` with every control and formatting character (ESC, carriage return, changes of direction, ...) as an escape
-    such as \\x1b. Line feeds stay."""
+    """`text` with control and formatting characters (ESC, carriage return, changes of direction, ...) as escapes such
+    as \\x1b. Line feeds stay."""
     if text.isprintable():
         return text
     return "".join(each if each.isprintable() or each == "\n" or each in _KEPT else repr(each)[1:-1] for each in text)
 
 
 def one_line(text: str) -> str:
-    """The same with line feeds as \\n."""
+    """As `escaped`, with line feeds as \\n."""
     return escaped(text).replace("\n", "\\n")
 
 
 def shortened(text: str, limit: int) -> tuple[str, int]:
-    """`text` with at most `limit` of its characters (0: all), and how many were cut from its middle.
-
-    Both ends are kept: an answer stands at the end, the question at the beginning.
-    """
+    """`text` with at most `limit` of its characters (0: all), and how many were cut from its middle: the question is at
+    the beginning, the answer at the end."""
     cut = len(text) - limit
     if limit <= 0 or cut <= 0:
         return text, 0

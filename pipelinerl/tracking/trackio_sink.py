@@ -1,4 +1,4 @@
-"""Numbers of a run in Trackio, a tracker with W&B's interface that keeps everything on this machine.
+"""Numbers of a run in Trackio, a tracker with W&B's interface that stores everything locally.
 
 Imported only where it is asked for: it needs the extra `trackio`. Raises freely.
 """
@@ -18,10 +18,10 @@ from pipelinerl.tracking.sinks import OnwardValues, SinkInputs
 
 
 class TrackioSink:
-    """One run of the project `tracking.trackio_project`, named after the run's id, so that a resumed run goes on in it.
+    """One run of the project `tracking.trackio_project`, named after the run's id, so that a resumed run continues it.
 
-    The step is the policy version. The configuration is kept without its secrets. Where Trackio stores and sends
-    it (`TRACKIO_DIR`, `TRACKIO_SPACE_ID`) is Trackio's own matter; left alone, nothing leaves this machine.
+    The step is the policy version. The configuration is stored without secrets. By default nothing leaves this machine;
+    `TRACKIO_DIR` and `TRACKIO_SPACE_ID` are Trackio's own settings for where it stores and sends data.
     """
 
     def __init__(self, inputs: SinkInputs) -> None:
@@ -47,7 +47,7 @@ class TrackioSink:
         self._run.log({table.name: cells}, step=table.version)
 
     def finish(self, summary: Mapping[str, Any]) -> None:
-        """Trackio has no summary of a run: its numbers become metrics of the last step."""
+        """Trackio has no summaries, so their numbers become metrics of the last step."""
         best = {f"best/{name}": value for name, value in self._onward.best.items()}
         numbers = {f"run/{key}": value for key, value in summary.items() if isinstance(value, int | float)}
         self._run.log(best | numbers, step=self._step)

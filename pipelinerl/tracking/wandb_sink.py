@@ -1,7 +1,4 @@
-"""Numbers of a run in Weights & Biases.
-
-Its start may wait for the network. Raises freely.
-"""
+"""Numbers of a run in Weights & Biases. Starting may wait for the network. Raises freely."""
 
 from __future__ import annotations
 
@@ -34,9 +31,9 @@ _MAX_ID_CHARACTERS = 100
 class WandbSink:
     """One W&B run. The x axis of every chart is the policy version, since processes log at their own pace.
 
-    Says on standard error where the numbers can be seen, or why they cannot. The configuration is uploaded without its
-    secrets. A resumed run goes on in its W&B run where that ends (`OnwardValues`). W&B's summary has the last value of
-    every metric; `best/<metric>` and, in the end, `run/<entry of summary.json>` are added.
+    Prints to standard error where the numbers can be seen, or why not. The configuration is uploaded without secrets. A
+    resumed run continues its W&B run (`OnwardValues`). W&B's summary has the last value of every metric, plus
+    `best/<metric>` and at the end `run/<entry of summary.json>`.
 
     Raises:
         OSError: mode `online` and the server cannot be connected to.
@@ -76,7 +73,7 @@ class WandbSink:
 
 
 def first_line(config: RunConfig, run_dir: Path) -> str | None:
-    """What can be said of W&B before it is started; None if its address or its failure will be told."""
+    """The line about W&B at the start of a run; None if its address or failure will be printed."""
     section = config.wandb
     if section.mode == "disabled":
         return "W&B: off (wandb.mode=disabled); the numbers are in metrics.jsonl"
@@ -84,7 +81,7 @@ def first_line(config: RunConfig, run_dir: Path) -> str | None:
         return None
     run_id = tracked_run(section, _identity(run_dir))
     runs = f"offline-run-*-{run_id}" if run_id else "offline-run-*"
-    # Without the option W&B skips what was uploaded once, though more was written since.
+    # Without the option W&B skips runs that were uploaded once, even if they have grown.
     return f"W&B: offline; to upload, even during the run: wandb sync --include-synced {run_dir / 'wandb' / runs}"
 
 
@@ -120,12 +117,12 @@ def _start(config: RunConfig, run_dir: Path) -> tuple[Any, Any]:
         mode=section.mode,
         resume="allow",
         config=redact(config.model_dump(mode="json")),
-        # A run may be continued with other values.
+        # A run may continue with other values.
         allow_val_change=True,
         settings=wandb.Settings(
             console="off",
             silent=True,
-            # Commit and address of the repository that the run is started in, but no code.
+            # Commit and address of the repository, but no code.
             disable_code=True,
             init_timeout=INIT_TIMEOUT_S,
             login_timeout=LOGIN_TIMEOUT_S,
@@ -146,7 +143,7 @@ def _say(text: str) -> None:
 
 
 def _check_reachable(url: str) -> None:
-    """Find out before wandb does: its own start retries for long, and then holds up the end of this process."""
+    """Checked here because wandb retries for long, and then delays the end of this process."""
     parts = urlsplit(url)
     if getproxies() or not parts.hostname:
         return
