@@ -1,8 +1,7 @@
 """Runs from Python and notebooks: `pipelinerl.train`, `pipelinerl.evaluate`, `pipelinerl.Run`.
 
-`train` and `evaluate` start the commands `launch` and `eval` in a process of their own and show their lines. A `Run`
-reads a run directory, also of a run that goes on. Tables are pandas data frames where pandas is installed, else lists
-of dicts.
+`train` and `evaluate` run the commands `launch` and `eval` in a subprocess and print their output. A `Run` reads a run
+directory, even while the run is active. Tables are pandas data frames if pandas is installed, else lists of dicts.
 """
 
 from __future__ import annotations
@@ -49,15 +48,15 @@ def train(
     """Train as `pipelinerl launch` does, and return the run when it is complete.
 
     Args:
-        config_name: the experiment, or a configuration of yours in `config_dir`.
+        config_name: an experiment, or your own configuration in `config_dir`.
         overrides: as on the command line: `"finetune.learning_rate=1e-5"`, `"world=single_gpu"`.
-        output_dir: the folder that the run writes to. The same call resumes a run that was interrupted.
-        config_dir: a folder with your configurations and your task's code.
+        output_dir: the folder that the run writes to. The same call resumes an interrupted run.
+        config_dir: a folder with your configurations and the code of your task.
 
     Raises:
         UserError: something has to be changed; nothing was started.
         PipelineRLError: the run failed, with the reason.
-        KeyboardInterrupt: you interrupted it; it has stopped, and can be resumed.
+        KeyboardInterrupt: you interrupted it; it has stopped and can be resumed.
     """
     folder = str(output_dir).replace("'", r"\'")
     words = ["--config-name", config_name, *_option("--config-dir", config_dir), f"output_dir='{folder}'", *overrides]
@@ -79,11 +78,11 @@ def evaluate(
     Args:
         model: a run, its output_dir, a model folder, or a name on the hub.
         overrides: as on the command line.
-        tasks: held-out sets, instead of those of the task.
-        k: samples of each problem.
-        output_dir: the folder that is written to; if left out `results/NAME-evaluation`.
-        config_name: the task and its sampling, of a model or instead of the run's.
-        config_dir: a folder with your configurations and your task's code.
+        tasks: held-out sets to evaluate instead of the configured ones.
+        k: samples per problem.
+        output_dir: the folder to write (default: `results/NAME-evaluation`).
+        config_name: task and sampling for a model, or instead of the run's.
+        config_dir: a folder with your configurations and the code of your task.
 
     Raises:
         UserError: something has to be changed; nothing was started.
@@ -104,7 +103,7 @@ def evaluate(
 
 
 class Run:
-    """What a run directory holds. Only reads.
+    """Reads a run directory.
 
     Args:
         path: the output_dir of a run.
@@ -128,28 +127,28 @@ class Run:
 
     @property
     def summary(self) -> dict[str, Any] | None:
-        """`summary.json`: status, steps, success before and after; None until the run has ended once."""
+        """`summary.json`: status, steps, success before and after; None before the run has ended once."""
         if not self._files.summary_file.exists():
             return None
         return msgspec.json.decode(self._files.summary_file.read_bytes(), type=dict[str, Any])
 
     @property
     def findings(self) -> list[Finding]:
-        """What looked wrong in its numbers, with evidence and advice; the newest finding of each name."""
+        """What looks wrong in its numbers, with evidence and advice; the newest finding of each name."""
         return newest_findings(self._files.findings_file)
 
     @property
     def model(self) -> Path | None:
-        """The folder of its best model, else of its newest one, for `from_pretrained`; None if there is none yet."""
+        """Folder of its best model, else its newest one, for `from_pretrained`; None if there is none yet."""
         folders = (self._files.best_model, self._files.current_model)
         return next((folder for folder in folders if (folder / "config.json").is_file()), None)
 
     def metrics(self) -> Any:
-        """One row for each step (policy version), one column for each metric; the newest value counts."""
+        """One row per step (policy version), one column per metric; the newest value counts."""
         return _table(self._steps())
 
     def evaluations(self) -> Any:
-        """One row for each evaluation of a held-out set, in order."""
+        """One row per evaluation of a held-out set, in order."""
         with open_streams(self._run) as streams:
             found = list(read_all(streams, EVALUATION_TOPIC, ACTOR, EvaluationResult))
         return _table([msgspec.to_builtins(each) for each in found])
@@ -164,22 +163,22 @@ class Run:
         version: int | None = None,
         step: int | None = None,
     ) -> Any:
-        """One row for each sample of the chosen rollouts, with the fields of `pipelinerl samples --json`.
+        """One row per sample of the chosen rollouts, with the fields of `pipelinerl samples --json`.
 
         Args:
-            count: rollouts at most; None: all.
-            order: the `last`, `first`, `best` or `worst` ones by reward.
-            evaluation: rollouts on held-out problems instead of those of training.
-            dataset: only those of this data set.
-            version: only those with tokens of this policy version.
-            step: only those in the batch of this optimizer step.
+            count: maximal number of rollouts; None: all.
+            order: the `last` or `first` rollouts, or the `best` or `worst` by reward.
+            evaluation: rollouts of evaluations instead of training.
+            dataset: only rollouts of this data set.
+            version: only rollouts with tokens of this policy version.
+            step: only rollouts in the batch of this optimizer step.
 
         Raises:
             StreamError: a record is damaged.
             ConfigError: the run has not reached `step`.
         """
         if step is not None and evaluation:
-            raise ConfigError("step", step, "nothing with evaluation=True: no step trains on evaluations", "Remove it.")
+            raise ConfigError("step", step, "None with evaluation=True: no step trains on evaluations", "Omit it.")
         with open_streams(self._run) as streams:
             ids = None if step is None else samples_of_step(streams, step)
             made = evaluations_of(self._run, streams, evaluation)
@@ -202,7 +201,7 @@ class Run:
     def _steps(self) -> Rows:
         steps: dict[int, dict[str, Any]] = {}
         content = self._files.metrics_file.read_bytes() if self._files.metrics_file.exists() else b""
-        whole, _, _ = content.rpartition(b"\n")  # the last line may be half written
+        whole, _, _ = content.rpartition(b"\n")  # the last line may be incomplete
         for line in whole.splitlines():
             record = msgspec.json.decode(line, type=dict[str, Any])
             del record["source"]
@@ -214,10 +213,10 @@ _SHOWN = ("status", "reason", "steps", "success_before", "success_after", "secon
 
 
 def _follow(command: str, words: Sequence[str], run_dir: Path) -> None:
-    """Run a command to its end and show its lines, in a notebook with the curves below them."""
+    """Run a command to its end and print its output, in a notebook with the curves below."""
     last: deque[str] = deque(maxlen=_LAST_LINES)
     chart = _Chart(run_dir) if "ipykernel" in sys.modules else None
-    # In a process group of its own: an interrupt of a terminal or notebook reaches this process, which passes it on.
+    # In its own process group: an interrupt reaches only this process, which passes it on.
     with subprocess.Popen(
         [sys.executable, "-m", "pipelinerl", command, *words],
         stdin=subprocess.DEVNULL,
@@ -244,17 +243,17 @@ def _follow(command: str, words: Sequence[str], run_dir: Path) -> None:
         chart.draw(is_last=True)
     if child.returncode:
         error = UserError if child.returncode == EXIT_USER_ERROR else PipelineRLError
-        raise error(_reason(list(last)) or f"{command} ended with exit code {child.returncode} and said nothing")
+        raise error(_reason(list(last)) or f"{command} ended with exit code {child.returncode} and no output")
 
 
 def _reason(lines: list[str]) -> str:
-    """What the command said last as its error, else its last line."""
+    """The last error that the command printed, else its last line."""
     starts = [place for place, line in enumerate(lines) if line.startswith(_ERROR)]
     return "".join(lines[starts[-1] if starts else -1 :]).removeprefix(_ERROR).strip()
 
 
 class _Chart:
-    """The curves of a run, drawn again as it goes on."""
+    """The curves of an active run in a notebook."""
 
     def __init__(self, run_dir: Path) -> None:
         self._run_dir = run_dir
@@ -265,7 +264,7 @@ class _Chart:
         if time.monotonic() < self._drawn_at + _REDRAW_S and not is_last:
             return
         self._drawn_at = time.monotonic()
-        # Before the run has begun there is none, and a picture never ends one.
+        # There is no run directory at first, and a picture must not end the run.
         with suppress(Exception):
             run = Run(self._run_dir)
             if self._handle is None:
@@ -289,7 +288,7 @@ def _short(value: object) -> str:
 
 
 def _curves(steps: Sequence[Mapping[str, Any]]) -> str:
-    """Reward and success of training as a small SVG picture; nothing before the second step."""
+    """Reward and success of training as a small SVG; empty before the second step."""
     lines = []
     for names, label, color in ((REWARD, "reward", "steelblue"), (SUCCESS, "success", "seagreen")):
         name = next((name for name in names if any(name in step for step in steps)), names[0])

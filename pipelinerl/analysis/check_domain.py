@@ -1,12 +1,12 @@
 """The command `check-domain`: check a task's functions, data sets and gold answers, and run one rollout.
 
-No model is started: the rollout runs against a server that answers as told. The launcher makes the same checks in a
-process of its own, without those of the gold answers: `python -m pipelinerl.analysis.check_domain --run-config FILE`
-exits with 0 if the task is usable, else with 2, and stderr says why not.
+No model is started: the rollout runs against a server with scripted answers. The launcher runs the same checks, without
+the gold answers, in a subprocess: `python -m pipelinerl.analysis.check_domain --run-config FILE` exits with 0 if the
+task is usable, else with 2 and the reason on stderr.
 
-The module of `dataset_loader` may define three more functions: `check_config(config)`, which refuses what cannot work
-here; `gold_answer(problem) -> str | None`, a right output; `validate(problem) -> float | None` or
-`validate(problem, config)`, the score of the gold answer, which has to be 1 (None: this problem has none).
+The module of `dataset_loader` may define three more functions: `check_config(config)` refuses configurations that
+cannot work; `gold_answer(problem) -> str | None` returns a correct output; `validate(problem) -> float | None`, or
+`validate(problem, config)`, returns the score of the gold answer, which must be 1 (None: there is no gold answer).
 """
 
 from __future__ import annotations
@@ -55,41 +55,41 @@ from pipelinerl.tiny.tokenizer import build_tokenizer
 
 MAX_VALIDATED = 200
 _NEARLY = 1 - 1e-6
-_REPEAT_S = 5.0  # code that swallows the interruption meets it again
+_REPEAT_S = 5.0  # for code that swallows the interruption
 _LAST_RESORT_S = 20.0
 _FRAMES = 6
 _SHOWN_PROMPTS, _SHOWN_CHARACTERS = 3, 3000
 _DRY_ROLLOUT = "actor.rollout_policy: a dry rollout"
-_AT_START_S = 30.0  # for a dry rollout of the launcher's
-TEMPLATE_LIMIT_S = 10.0  # for one prompt; a usual one takes a few milliseconds
-#: Faults of the code whatever the model says. Others may come from an answer that no model gives.
+_AT_START_S = 30.0  # for the dry rollout of the launcher
+TEMPLATE_LIMIT_S = 10.0  # for one prompt, which usually takes milliseconds
+#: Faults of the code, whatever the model says. Others may come from an answer that no model would give.
 _ALWAYS_FAULTS = (NameError, ImportError)
-#: The same, if they come before the model is asked.
+#: Faults of the code if they come before the first request to the model.
 _FAULTS = (*_ALWAYS_FAULTS, ArithmeticError, AttributeError, LookupError, TypeError, ValueError)
 
 
 class PossibleFault(DomainError):
-    """The dry rollout failed, but rollouts with other answers, or later, may not."""
+    """The dry rollout failed, but other rollouts may not."""
 
 
 class _TimeIsUp(BaseException):
-    """Raised inside foreign code. Not an `Exception`, so that `except Exception` does not stop it."""
+    """Raised inside user code. Not an `Exception`, so that `except Exception` does not catch it."""
 
 
 def count_line(problems: ProblemSets) -> str:
-    """One line about the problems that were found."""
+    """One line about the number of problems."""
     return f"{len(problems.train)} training problems, {len(problems.test)} test problems"
 
 
 def checked_problems(config: RunConfig) -> ProblemSets:
-    """Return the problems after checking all that the run needs of the domain.
+    """Return the problems after checking everything that the run needs from the domain.
 
     Raises:
-        DomainError: something cannot be used; the message says what to do.
+        DomainError: something is not usable; the message says what to do.
         ConfigError: a loss or an advantage estimator of the user cannot be imported.
     """
     load_rollout_function(config)
-    # Names what is wrong with the path; the module is imported below without such care.
+    # Checks the path with good messages; the module is imported below without them.
     load_dataset_loader(config)
     check_config = domain_function(config, "check_config")
     if check_config is not None:
@@ -105,21 +105,21 @@ def checked_problems(config: RunConfig) -> ProblemSets:
 
 
 def domain_function(config: RunConfig, name: str) -> Callable[..., Any] | None:
-    """Return the optional function `name` of the module that holds the dataset loader."""
+    """Return the optional function `name` of the dataset loader's module."""
     module = importlib.import_module(str(config.dataset_loader).rpartition(".")[0])
     function: Callable[..., Any] | None = getattr(module, name, None)
     return function if callable(function) else None
 
 
 def check_answers(config: RunConfig, problems: ProblemSets) -> str:
-    """Let the domain grade its own gold answers and return one line about it.
+    """Grade the domain's own gold answers and return one line about it.
 
     Raises:
         DomainError: a gold answer does not score 1.
     """
     validate = domain_function(config, "validate")
     if validate is None:
-        return f"{config.dataset_loader}: its module has no validate(problem), so gold answers are not checked"
+        return f"gold answers are not checked: the module of {config.dataset_loader} has no validate(problem)"
     chosen = [*_spread(problems.train), *_spread(problems.test)]
     num_checked = 0
     for problem in chosen:
@@ -135,7 +135,7 @@ def check_answers(config: RunConfig, problems: ProblemSets) -> str:
                 f"validate: the gold answer of problem {problem.id!r} scores {score}, expected 1. Correct the problem "
                 f"or the grader. Problem: {str(problem.data)[:400]}"
             )
-    return f"the gold answers of {num_checked} of {len(chosen)} problems were graded, and each scores 1"
+    return f"gold answers of {num_checked} of {len(chosen)} problems were graded; all score 1"
 
 
 def _spread(problems: list[Problem]) -> list[Problem]:
@@ -149,7 +149,7 @@ def time_limit(seconds: float, what: str, next_step: str) -> Iterator[None]:
     """Run the code inside for at most `seconds`.
 
     Raises:
-        DomainError: it took longer; `what` is the subject of the message, `next_step` its end.
+        PossibleFault: it took longer; `what` is the subject of the message, `next_step` its end.
     """
     place: list[str] = []
     is_inside = True
@@ -167,7 +167,7 @@ def time_limit(seconds: float, what: str, next_step: str) -> Iterator[None]:
         yield
     except _TimeIsUp:
         where = "\n  ".join(place)
-        raise PossibleFault(f"{what} took more than {seconds:g} s. {next_step} It was here:\n  {where}") from None
+        raise PossibleFault(f"{what} took more than {seconds:g} s. {next_step} It was at:\n  {where}") from None
     finally:
         is_inside = False
         faulthandler.cancel_dump_traceback_later()
@@ -177,8 +177,8 @@ def time_limit(seconds: float, what: str, next_step: str) -> Iterator[None]:
 
 @contextlib.contextmanager
 def heeded_interrupts() -> Iterator[None]:
-    """Let Ctrl-C raise KeyboardInterrupt in whatever runs inside. asyncio would only cancel its main task, which code
-    that blocks never lets happen; it leaves handlers alone that are not Python's own."""
+    """Let Ctrl-C raise KeyboardInterrupt in the code inside. asyncio would only cancel its main task, which blocking
+    code prevents, but it keeps handlers that are not Python's own."""
 
     def interrupt(signum: int, frame: FrameType | None) -> None:
         raise KeyboardInterrupt
@@ -201,18 +201,18 @@ def dry_rollout(
 ) -> str:
     """Run one rollout of `problem` and return one line about it; append its first prompt to `prompts`.
 
-    The server answers with the domain's gold answer, if it has one: the rollout must then be a success.
+    The server answers with the domain's gold answer, if there is one; the rollout must then succeed.
 
     Raises:
         DomainError: the rollout fails, has nothing to train on, or does not succeed with the gold answer.
-        PossibleFault: the same, but it may be due to the answer or to the time it took.
+        PossibleFault: the same, but possibly because of the answer or the time it took.
     """
     limit_s = min(timeout_s, config.actor.rollout_timeout_s)
-    # A function that waits is ended by the event loop; the grace is for one that holds the loop.
+    # The event loop ends a function that waits; the grace period is for one that blocks the loop.
     with time_limit(
         limit_s + _BLOCK_GRACE_S,
-        f"{_DRY_ROLLOUT} of problem {problem.id!r} holds the event loop and",
-        "Other rollouts cannot run meanwhile: await what takes long, or put it into a thread or a @grader.",
+        f"{_DRY_ROLLOUT} of problem {problem.id!r} blocks the event loop and",
+        "Other rollouts cannot run meanwhile: await slow operations, or move them to a thread or a @grader.",
     ):
         return asyncio.run(_run(config, problem, limit_s, prompts if prompts is not None else []))
 
@@ -239,9 +239,9 @@ async def _run(config: RunConfig, problem: Problem, limit_s: float, prompts: lis
             result = check_result(answer, function)
             if not result.training_texts:
                 raise DomainError(
-                    f"{_DRY_ROLLOUT} of problem {problem.id!r} returned no training text, so "
-                    "nothing could be trained: the actor fails such rollouts (no_samples). Return "
-                    "training_texts=[make_training_text(llm, llm_call), ...], for wrong answers too."
+                    f"{_DRY_ROLLOUT} of problem {problem.id!r} returned no training text. The actor "
+                    "rejects such rollouts (no_samples), because they have nothing to train on. Return "
+                    "training_texts=[make_training_text(llm, llm_call), ...], for wrong answers, too."
                 )
             complete_texts(result, llm.temperature, llm.counters.versions)
             samples = build_samples(result.training_texts, group_id="dry", rollout_id="dry/r0")
@@ -252,9 +252,9 @@ async def _run(config: RunConfig, problem: Problem, limit_s: float, prompts: lis
             if timeout.expired():
                 place = place_of(error.__cause__) if error.__cause__ is not None else ""
                 raise PossibleFault(
-                    f"{_DRY_ROLLOUT} of problem {problem.id!r} did not end within {limit_s:g} s, although each request "
-                    f"was answered at once (actor.rollout_timeout_s is {config.actor.rollout_timeout_s:g}). It waits "
-                    f"for something else{f' at {place}' if place else ''}."
+                    f"{_DRY_ROLLOUT} of problem {problem.id!r} did not finish within {limit_s:g} s, although every "
+                    f"request was answered at once (actor.rollout_timeout_s is {config.actor.rollout_timeout_s:g}). It "
+                    f"waits for something else{f' at {place}' if place else ''}."
                 ) from error
             is_certain = gold is not None or isinstance(error, _ALWAYS_FAULTS) or is_await_missing(error)
             is_certain = is_certain or (not llm.counters.requests and isinstance(error, _FAULTS))
@@ -266,8 +266,8 @@ async def _run(config: RunConfig, problem: Problem, limit_s: float, prompts: lis
     said = "the gold answer" if gold else f"{_FILLER!r}"
     if gold and not summary.success:
         raise DomainError(
-            f"{_DRY_ROLLOUT} of problem {problem.id!r}, answered with the gold answer, is no success "
-            f"(reward {summary.reward}, {summary.metrics}). Prompt, grader and gold answer do not agree."
+            f"{_DRY_ROLLOUT} of problem {problem.id!r} does not succeed with the gold answer "
+            f"(reward {summary.reward}, {summary.metrics}). Prompt, grader and gold answer do not match."
         )
     return (
         f"a dry rollout, answered with {said}: reward {summary.reward:g}, success {summary.success}, "
@@ -282,9 +282,9 @@ def _handle(config: RunConfig, url: str, tokenizer: Any, renderer: ChatRenderer)
 
 
 class _TryingRenderer(ChatRenderer):
-    """Renders with a small tokenizer, after that of the run's model, if it is here, has rendered the same messages.
+    """Renders with a small tokenizer, after trying the same messages with the run's model, if it is on this machine.
 
-    ConfigError: the model could not read the prompt.
+    Raises ConfigError if the model cannot read the prompt.
     """
 
     def __init__(self, tokenizer: Any, config: RunConfig) -> None:
@@ -297,11 +297,11 @@ class _TryingRenderer(ChatRenderer):
                 load_tokenizer(config.model_path, trust_remote_code=trust, local_files_only=True),
                 config.llm.chat_template_kwargs,
             )
-        except Exception:  # noqa: BLE001 - whoever needs the model says what is wrong with it
+        except Exception:  # noqa: BLE001 - reported by whatever needs the model
             return
 
     def try_template(self) -> None:
-        """Render a short chat; only a template that does not end is a fault: the task may have no use for it."""
+        """Render a short chat. Only a template that never ends is a fault; the task may not use it otherwise."""
         with contextlib.suppress(RolloutError):
             self._limited([{"role": "user", "content": "?"}], None)
 
@@ -319,7 +319,7 @@ class _TryingRenderer(ChatRenderer):
         if (renderer := self._models) is None:
             return "", []
         try:
-            # In a thread, because a template is a program: one that loops forever cannot be ended.
+            # In a thread, because a template is a program that may loop forever.
             return start_thread(lambda: renderer.render(messages, tools)).result(TEMPLATE_LIMIT_S)
         except TimeoutError as error:
             raise ConfigError(
@@ -330,7 +330,7 @@ class _TryingRenderer(ChatRenderer):
             ) from error
 
     def _try(self, messages: Sequence[dict[str, Any]], tools: Sequence[dict[str, Any]] | None) -> str:
-        """Return the text that the model gets; empty where it is not here."""
+        """Return the text that the model gets; empty if the model is not here."""
         try:
             prompt, ids = self._limited(messages, tools)
         except RolloutError as error:
@@ -338,9 +338,9 @@ class _TryingRenderer(ChatRenderer):
             raise ConfigError(
                 "model_path",
                 self._model_path,
-                f"a model whose chat template takes the messages of this task (roles: {roles}); {error}",
-                "Use an instruction-tuned model with these roles, or write other messages; actor.system_prompt='' "
-                "leaves out the system message of a domain that has one.",
+                f"a model whose chat template accepts the messages of this task (roles: {roles}); {error}",
+                "Use an instruction-tuned model with these roles, or other messages; actor.system_prompt='' drops the "
+                "system message of a domain that has one.",
             ) from error
         rows = read_model_config(self._model_path).get("vocab_size")
         if isinstance(rows, int) and ids and max(ids) >= rows:
@@ -348,15 +348,15 @@ class _TryingRenderer(ChatRenderer):
             raise ConfigError(
                 "model_path",
                 self._model_path,
-                f"ids below {rows}, the vocab_size of its config.json; its tokenizer makes {max(ids)} of {text!r}",
-                "Copy the tokenizer that belongs to these weights, or resize the embedding of the model.",
+                f"token ids below {rows}, the vocab_size of its config.json; its tokenizer has {max(ids)} for {text!r}",
+                "Copy the tokenizer that belongs to these weights, or resize the model's embedding.",
             )
         return prompt
 
 
 @contextlib.asynccontextmanager
 async def _scripted_server(token_ids: list[int]) -> AsyncIterator[str]:
-    """Serve `/inference/v1/generate`, answering `token_ids` to everything."""
+    """Serve `/inference/v1/generate` and answer everything with `token_ids`."""
 
     async def generate(request: web.Request) -> web.Response:
         content = [{"token_id": token, "logprob": -0.5} for token in token_ids]
@@ -384,19 +384,19 @@ _EPILOG = f"The arguments are those of {typed('launch')}; NAME is short for --co
 
 
 def main(argv: list[str]) -> int:
-    """Print what was found and return 0; a mistake is a `UserError` with what to change."""
+    """Print the results and return 0; a mistake raises a `UserError` that says what to change."""
     if not argv or argv[0] in ("-h", "--help"):
         argparse.ArgumentParser(
             prog=typed("check-domain"),
             usage="%(prog)s [NAME] [--config-dir DIR] [--config-name NAME] [key=value ...]",
             description="Import actor.rollout_policy and dataset_loader, load the data sets, check their shapes, grade "
-            "the gold answers, and run one rollout against a server that answers as told.",
+            "the gold answers, and run one rollout against a server with scripted answers.",
             epilog=_EPILOG,
         ).print_help()
         return 0
 
     words = argv if argv[0].startswith("-") or "=" in argv[0] else ["--config-name", *argv]
-    # The check writes nothing, but a configuration is complete only with a run directory.
+    # Nothing is written, but a configuration needs a run directory to be complete.
     words = words if any("output_dir=" in word for word in words) else [*words, "++output_dir=unused"]
     composed = compose(words)
     if composed.config is None:
@@ -415,7 +415,7 @@ def _check(config: RunConfig) -> None:
     with time_limit(
         DOMAIN_CHECK_TIMEOUT_S,
         f"dataset_loader {config.dataset_loader}: importing the task and loading its problems",
-        "A run would not start. Make it quicker.",
+        "A run would not start. Make it faster.",
     ):
         problems = checked_problems(config)
     print(count_line(problems), flush=True)
@@ -427,20 +427,20 @@ def _check(config: RunConfig) -> None:
     for problem in tried[1:_SHOWN_PROMPTS]:
         dry_rollout(config, problem, prompts=prompts)
     for problem, prompt in zip(tried, prompts, strict=False):
-        print(f"\nproblem {problem.id} as the model gets it:\n{prompt[:_SHOWN_CHARACTERS]}")
+        print(f"\nproblem {problem.id} as the model sees it:\n{prompt[:_SHOWN_CHARACTERS]}")
 
 
 def _note_of(problems: ProblemSets) -> str:
-    """A remark on held-out problems that are trained on."""
+    """A note about held-out problems that are also trained on."""
     shared, total = shared_problems(problems), len(problems.test)
-    same = f"{shared} of the {total} test problems are training problems too: evaluations measure memory as well"
+    same = f"{shared} of the {total} test problems are also training problems, so evaluations measure memorization, too"
     return same if shared else ""
 
 
 def check_run(file: Path) -> int:
-    """Check the task of a resolved configuration file for the launcher, and return the exit code.
+    """Check the task of a resolved configuration for the launcher, and return the exit code.
 
-    A dry rollout that fails for a reason that may not last is a line of the output: rollouts of a run may fail too.
+    A possible fault of the dry rollout is only a line of the output, because rollouts of a run may fail, too.
     """
     try:
         config = load_config(file)
@@ -453,7 +453,7 @@ def check_run(file: Path) -> int:
         else:
             dry_rollout(config, (problems.train or problems.test)[0], _AT_START_S)
     except PossibleFault as error:
-        print(f"\n{REMARK}{' '.join(str(error).split())} Rollouts like it count as failed.", flush=True)
+        print(f"\n{REMARK}{' '.join(str(error).split())} Such rollouts count as failed.", flush=True)
     except UserError as error:
         sys.stderr.write(f"error: {error}\n")
         return EXIT_USER_ERROR

@@ -77,7 +77,7 @@ def test_built_in_domains_pass(name: str, capsys: pytest.CaptureFixture[str]) ->
     small = [] if name in ("guessing", "multi") else SMALL
     assert main(["check-domain", name, *small]) == 0
     out = capsys.readouterr().out
-    assert "training problems" in out and "each scores 1" in out and "success True" in out
+    assert "training problems" in out and "all score 1" in out and "success True" in out
 
 
 def test_three_rows_are_shown_as_the_model_gets_them(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -102,14 +102,14 @@ def test_a_configuration_without_a_task_names_experiments(capsys: pytest.Capture
 
 def test_a_task_of_your_own_passes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(write_task(tmp_path, "own_task_right", "4")) == 0
-    assert "the gold answers of 2 of 2 problems were graded" in capsys.readouterr().out
+    assert "gold answers of 2 of 2 problems were graded" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(
     ("gold", "old", "new", "words"),
     [
         ("5", "", "", "the gold answer of problem 'a' scores 0.0"),
-        ("4", "strip(None)", "strip('4')", "is no success"),
+        ("4", "strip(None)", "strip('4')", "does not succeed"),
         ("4", "RolloutResult([text],", "RolloutResult([],", "returned no training text"),
         ("4", "    text.reward = found.score\n", "", r"bad_reward.*MODULE.py:24\)"),
         ("4", "call.output.content.strip(None)", "problem['answr']", r"KeyError: 'answr' \(.*MODULE.py:26\)"),
@@ -163,9 +163,9 @@ def write_waiting_task(folder: Path, module: str, line: str) -> list[str]:
 @pytest.mark.parametrize(
     ("line", "words"),
     [
-        ("import time; time.sleep(600)", "holds the event loop"),
-        ("import re; re.match(r'(a|aa)+$', 'a' * 60 + 'b')", "holds the event loop"),
-        ("import asyncio; await asyncio.sleep(600)", "did not end within 0.5 s"),
+        ("import time; time.sleep(600)", "blocks the event loop"),
+        ("import re; re.match(r'(a|aa)+$', 'a' * 60 + 'b')", "blocks the event loop"),
+        ("import asyncio; await asyncio.sleep(600)", "did not finish within 0.5 s"),
     ],
 )
 def test_a_rollout_that_does_not_end_is_named_with_its_place(

@@ -62,4 +62,4 @@ def test_check_domain_passes(words: list[str], capsys: pytest.CaptureFixture[str
     small = ["+dataset_loader_params.num_train=20", "+dataset_loader_params.num_test=5"]
     assert main(["check-domain", "tir", *small, *words]) == 0
     out = capsys.readouterr().out
-    assert "each scores 1" in out and "success True" in out
+    assert "all score 1" in out and "success True" in out

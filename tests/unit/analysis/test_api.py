@@ -103,7 +103,7 @@ def test_a_refused_start_is_a_user_error(
          "the run failed: actor_0 died\nits log"),
         ("print('usage: launch'); raise SystemExit('launch: no such thing')", 1, PipelineRLError,
          "launch: no such thing"),
-        ("", 2, UserError, "launch ended with exit code 2 and said nothing"),
+        ("", 2, UserError, "launch ended with exit code 2 and no output"),
     ],
 )  # fmt: skip
 def test_the_reason_of_a_failure(
