@@ -15,8 +15,8 @@ from typing import Any
 
 import numpy as np
 import pytest
-from fakes.plain_records import evaluation_result, fate_record, step_done
 from fakes.recorded_run import RecordedRun
+from fakes.short_sample import evaluation_result, fate_record, step_done
 
 from pipelinerl.__main__ import main
 from pipelinerl.records import (

@@ -11,8 +11,8 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from fakes.plain_records import evaluation_result
 from fakes.recorded_run import RecordedRun
+from fakes.short_sample import evaluation_result
 
 import pipelinerl
 from pipelinerl import api
@@ -35,7 +35,7 @@ def recorded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> RecordedRun:
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "pandas" else find_spec(name))
     run = RecordedRun(tmp_path)
     run.write(*run.plain_groups(2, first=1))
-    result = evaluation_result()
+    result = evaluation_result(0, 0.5)
     run.write(result, topic="evaluation", kind=EvaluationResult)
     text = "".join(json.dumps(each) + "\n" for each in METRICS)
     run.files.metrics_file.write_text(text + '{"time": 3.0, "step": 3, "sou')

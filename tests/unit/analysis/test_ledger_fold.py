@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from fakes.plain_records import fate_record, step_done
+from fakes.short_sample import fate_record, step_done
 
 from pipelinerl.analysis.audit import audit_run, compare_lengths, length_quantiles
 from pipelinerl.analysis.ledger import RunRecords, build_ledger

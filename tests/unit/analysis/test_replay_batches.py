@@ -6,9 +6,8 @@ from pathlib import Path
 
 import msgspec
 import pytest
-from fakes.plain_records import rollout_summary
 from fakes.recorded_run import RecordedRun
-from fakes.short_sample import short_sample
+from fakes.short_sample import rollout_summary, short_sample
 
 from pipelinerl.__main__ import main
 from pipelinerl.analysis.replay import BatchReplay, replay_run

@@ -7,7 +7,7 @@ import sys
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
-from fakes.plain_records import rollout_summary
+from fakes.short_sample import rollout_summary
 
 from pipelinerl.analysis.view.rollout_index import Filter, GroupRow, Names, RolloutIndex
 from pipelinerl.streams.base import Entry

@@ -6,8 +6,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from fakes.plain_records import fate_record, step_done
 from fakes.recorded_run import RecordedRun
+from fakes.short_sample import fate_record, step_done
 
 from pipelinerl.analysis.select import Wanted, choose, fates_of, load, samples_of_step
 from pipelinerl.errors import ConfigError, StreamError

@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from fakes.plain_records import evaluation_result, evaluation_sample, rollout_summary
 from fakes.recorded_run import RecordedRun
+from fakes.short_sample import evaluation_result, evaluation_sample, rollout_summary
 
 from pipelinerl.__main__ import main
 from pipelinerl.records import (
@@ -64,7 +64,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> RecordedRun:
     write(
         run,
         [rollout(run, due, index) for due in (0, 50, 100) for index in range(3)],
-        [evaluation_result(0), evaluation_result(50)],
+        [evaluation_result(0, 0.5), evaluation_result(50, 0.5)],
     )
     return run
 
@@ -124,12 +124,12 @@ def test_o2_an_evaluation_that_was_cut_off_is_marked_until_it_is_made_again(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     run = RecordedRun(tmp_path)
-    write(run, [rollout(run, 50, 1)], [evaluation_result(0)])
+    write(run, [rollout(run, 50, 1)], [evaluation_result(0, 0.5)])
     assert "NO RESULT of this evaluation" in shown(run, capsys)
     write(run, [rollout(run, 50, 1, incarnation=1), rollout(run, 50, 2, incarnation=1)], [])
     both = shown(run, capsys, "--version", "50")
     assert names(both) == ["0-50/r1", "1-50/r1", "1-50/r2"] and both.count("NO RESULT") == 3
-    write(run, [], [evaluation_result(50, incarnation=1)])
+    write(run, [], [evaluation_result(50, 0.5, incarnation=1)])
     once = shown(run, capsys, "--version", "50")
     assert names(once) == ["1-50/r1", "1-50/r2"] and "NO RESULT" not in once
     assert "NO RESULT" in shown(run, capsys, "--group", "evaluation-0-50"), "asked for by name it is there"
@@ -143,7 +143,7 @@ def test_a_text_without_ids_is_shown_as_it_is(tmp_path: Path, capsys: pytest.Cap
     bare = msgspec.structs.replace(
         whole.samples[0], input_ids=[], labels=[], version_spans=[], prompt_text="2+2?", output_text="4\x1b[2J"
     )
-    write(run, [msgspec.structs.replace(whole, samples=[bare])], [evaluation_result(3)])
+    write(run, [msgspec.structs.replace(whole, samples=[bare])], [evaluation_result(3, 0.5)])
     text = shown(run, capsys)
     assert "  | 2+2?\n" in text and "  > 4\\x1b[2J" in text and "removed" not in text and "MASKED" not in text
 

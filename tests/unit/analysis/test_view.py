@@ -14,8 +14,8 @@ from typing import Any
 import msgspec
 import numpy as np
 import pytest
-from fakes.plain_records import evaluation_result, evaluation_sample, fate_record, rollout_summary, step_done
 from fakes.recorded_run import RecordedRun
+from fakes.short_sample import evaluation_result, evaluation_sample, fate_record, rollout_summary, step_done
 from fastapi.testclient import TestClient
 
 from pipelinerl.__main__ import main

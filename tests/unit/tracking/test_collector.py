@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from fakes.plain_records import evaluation_result, fate_record, step_done
 from fakes.ports import refused_port
+from fakes.short_sample import evaluation_result, fate_record, step_done
 
 from pipelinerl.config import RunConfig
 from pipelinerl.errors import StreamError

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import msgspec
 import pytest
-from fakes.plain_records import evaluation_result, step_done
+from fakes.short_sample import evaluation_result, step_done
 
 from pipelinerl.records import MetricRecord, WeightUpdateSuccess
 from pipelinerl.tracking import display as display_module

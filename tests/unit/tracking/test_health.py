@@ -7,7 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from fakes.plain_records import evaluation_result, fate_record
+from fakes.short_sample import evaluation_result, fate_record
 
 from pipelinerl.records import FateRecord, MetricRecord
 from pipelinerl.tracking.health import (

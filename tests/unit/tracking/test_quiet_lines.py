@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
-from fakes.plain_records import evaluation_result, step_done
+from fakes.short_sample import evaluation_result, step_done
 
 from pipelinerl.config import RunConfig
 from pipelinerl.records import MetricRecord, TrainingDone, WeightUpdateSuccess

@@ -6,8 +6,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from fakes.plain_records import evaluation_result, evaluation_sample, rollout_summary
 from fakes.recorded_run import RecordedRun
+from fakes.short_sample import evaluation_result, evaluation_sample, rollout_summary
 
 from pipelinerl.records import EvaluationRollout, EvaluationSample
 from pipelinerl.tracking.rollout_table import MAX_CHARS, RolloutTable, RolloutTables

@@ -7,7 +7,7 @@ import time
 from pathlib import Path
 
 import pytest
-from fakes.plain_records import evaluation_result, fate_record, step_done
+from fakes.short_sample import evaluation_result, fate_record, step_done
 
 from pipelinerl.records import (
     Fate,

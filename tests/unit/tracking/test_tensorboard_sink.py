@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 import pytest
-from fakes.plain_records import evaluation_result
+from fakes.short_sample import evaluation_result
 
 from pipelinerl.config import RunConfig
 from pipelinerl.records import EvaluationResult, MetricRecord, TrainerMessage, WeightUpdateSuccess
@@ -115,7 +115,7 @@ def play(tmp_path: Path) -> None:
     results = hub.writer("evaluation", "actor_0", EvaluationResult)
     updates.write(WeightUpdateSuccess(version=7, time=2e9, seconds={"total": 0.5}, num_servers=1))
     numbers.write(row(7, 0.125, 2e9))
-    results.write(evaluation_result(5, metrics={"turns": 3.5}, time=2e9))
+    results.write(evaluation_result(5, 0.25, metrics={"turns": 3.5}, time=2e9))
     for writer in (updates, numbers, results):
         writer.close()
     assert collector.write_summary("completed", None)["weight_updates"] == 1
