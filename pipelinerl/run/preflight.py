@@ -242,6 +242,8 @@ def check_servers(start: Start) -> list[str]:
         check_names(check_options(start.config.vllm_config.vllm_kwargs)[0])
         check_parallel_size(start.config)
         check_context(start.config, start.environ)
+    if start.config.has_stage("actor_llm"):
+        check_adapter(start.config, start.config.world.device != "cpu" and start.cluster.num_gpus > 0)
     return []
 
 
@@ -273,13 +275,6 @@ def check_server_files(start: Start) -> list[str]:
         remedy = "--shm-size=2g (Docker), a volume of medium Memory there (Kubernetes), or remove what fills it"
         expected = f"at least {_size(_QUEUE_BYTES)} free there, for the queues between a server's processes"
         raise ConfigError(str(SHARED_MEMORY), f"{_size(free)} free", expected, f"Use {remedy}.")
-    return []
-
-
-def check_adapter_servers(start: Start) -> list[str]:
-    """Refuse servers that cannot serve the adapter that the trainer sends."""
-    if start.config.has_stage("actor_llm"):
-        check_adapter(start.config, start.config.world.device != "cpu" and start.cluster.num_gpus > 0)
     return []
 
 
@@ -463,7 +458,6 @@ CHECKS = (
     Check(check_servers, dry_run="refuse", where="every_node"),
     Check(check_environment, dry_run="report"),
     Check(check_server_files, dry_run="report", where="machine"),
-    Check(check_adapter_servers, dry_run="refuse"),
     Check(check_tracking, dry_run="refuse"),
     Check(check_module_names, dry_run="report"),
     Check(check_dataset_loader, dry_run="report", where="nowhere"),  # `check_domain` calls it
