@@ -14,7 +14,7 @@ from pipelinerl.config.section import Choice, FlatSection, Section
 
 
 class _Truncated(Section):
-    clamp: float = Field(default=5.0, gt=0, description="upper bound c of the importance weight")
+    clamp: float = Field(default=5.0, gt=0, description="upper bound of the importance weight")
 
 
 class ReinforceLoss(_Truncated):
@@ -36,7 +36,7 @@ class PpoLoss(_Clipped):
 
     policy_loss: Literal["ppo"] = "ppo"
     dual_clip: float | None = Field(
-        default=None, gt=1, description="bound of the loss for negative advantages; null: none"
+        default=None, gt=1, description="bound of the loss for negative advantages (dual-clip PPO); null: none"
     )
 
 
@@ -76,7 +76,7 @@ class CustomLoss(Section):
     """A function of the user's: `(LossInputs, CustomLoss) -> LossOutputs`."""
 
     policy_loss: str
-    loss_params: dict[str, Any] = Field(default={}, description="settings of your own function, unchecked")
+    loss_params: dict[str, Any] = Field(default={}, description="settings of your own function, not checked")
 
 
 PolicyLoss = Annotated[
@@ -90,9 +90,7 @@ class _Normalized(Section):
 
 
 class _Filtered(Section):
-    filter_zero_advantage_groups: bool = Field(
-        default=False, description="do not train groups whose rewards are all equal"
-    )
+    filter_zero_advantage_groups: bool = Field(default=False, description="skip groups whose rewards are all equal")
 
 
 class _Grouped(_Filtered):
@@ -142,9 +140,7 @@ class GaeAdvantage(Section):
 
     advantage_estimator: Literal["gae"] = "gae"
     gae_lambda: float = Field(default=1.0, ge=0, le=1, description="lambda of generalized advantages")
-    value_loss_coef: float = Field(
-        default=0.1, gt=0, description="weight of the value loss; above 0, as the value head begins at 0"
-    )
+    value_loss_coef: float = Field(default=0.1, gt=0, description="weight of the value loss")
     critic_learning_rate: float | None = Field(
         default=None, gt=0, description="peak learning rate of the value head; null: finetune.learning_rate"
     )
@@ -222,18 +218,18 @@ class RLConfig(FlatSection):
     advantage: AdvantageEstimator = RlooAdvantage()
     correction: ImportanceCorrection = NoCorrection()
     aggregation: Literal["sample", "sample_mean", "token", "group", "constant_length"] = Field(
-        default="sample", description="what the sum of the loss over tokens is divided by (docs/algorithms.md)"
+        default="sample", description="denominator of the loss (docs/algorithms.md)"
     )
     constant_length_tokens: int | None = Field(
-        default=None, ge=1, description="the constant of aggregation=constant_length"
+        default=None, ge=1, description="tokens per sample that aggregation=constant_length divides by"
     )
-    relu_log_p_weights: bool = Field(default=False, description="count negative advantages as 0")
+    relu_log_p_weights: bool = Field(default=False, description="treat negative advantages as 0")
     gamma: float = Field(
         default=1.0, gt=0, le=1, description="discount: per token in generalized advantages, per turn in step rewards"
     )
     kl_coef: float = Field(default=0.0, ge=0, description="weight of KL to the reference model in the loss")
     final_kl_coef: float | None = Field(
-        default=None, ge=0, description="its value at the end, reached linearly; null: kl_coef"
+        default=None, ge=0, description="value of kl_coef at the end of training, reached linearly; null: kl_coef"
     )
     kl_estimator: Literal["k1", "k2", "k3"] = Field(default="k3", description="estimator of KL in the loss")
     reward_minus_kl_coef: float = Field(default=0.0, ge=0, description="weight of KL in the reward of each token")
@@ -247,7 +243,9 @@ class RLConfig(FlatSection):
     )
     entropy_bonus: float = Field(default=0.0, ge=0, description="weight of the entropy in the loss")
     final_entropy_bonus: float | None = Field(
-        default=None, ge=0, description="its value at the end, reached linearly; null: entropy_bonus"
+        default=None,
+        ge=0,
+        description="value of entropy_bonus at the end of training, reached linearly; null: entropy_bonus",
     )
     target_entropy: float | None = Field(
         default=None,
@@ -256,21 +254,21 @@ class RLConfig(FlatSection):
         "null: no target",
     )
     entropy_bonus_step: float = Field(
-        default=0.005, gt=0, description="change of the bonus per optimizer step with target_entropy"
+        default=0.005, gt=0, description="change of the entropy bonus per optimizer step, with target_entropy"
     )
-    overlong_filtering: bool = Field(default=False, description="do not train samples cut at the length limit")
+    overlong_filtering: bool = Field(default=False, description="skip samples that were cut at the length limit")
     overlong_buffer_tokens: int = Field(
-        default=0, ge=0, description="last output tokens before the limit that cost reward, in any task; 0: none"
+        default=0, ge=0, description="number of output tokens before the limit that are penalized, in any task; 0: none"
     )
     overlong_limit_tokens: int | None = Field(
-        default=None, ge=1, description="that limit, in output tokens of a sample"
+        default=None, ge=1, description="length limit for overlong_buffer_tokens, in output tokens of a sample"
     )
-    overlong_penalty: float = Field(default=1.0, ge=0, description="what an output at the limit costs")
+    overlong_penalty: float = Field(default=1.0, ge=0, description="penalty of an output at that limit")
     filter_reward_low: float | None = Field(
-        default=None, description="leave out groups with a mean reward of this or less; null: none"
+        default=None, description="skip groups with a mean reward of at most this; null: none"
     )
     filter_reward_high: float | None = Field(
-        default=None, description="leave out groups with a mean reward of this or more; null: none"
+        default=None, description="skip groups with a mean reward of at least this; null: none"
     )
 
     @property

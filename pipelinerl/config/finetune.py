@@ -14,10 +14,10 @@ LARGEST_ADAPTER_RANK = 512
 
 
 class LoraConfig(Section):
-    enabled: bool = Field(default=False, description="train low-rank adapters on the frozen model")
-    r: int = Field(default=16, ge=1, description="rank of an adapter")
-    alpha: float = Field(default=16, gt=0, description="adapters are scaled by alpha / r")
-    bias: Literal["none", "all", "lora_only"] = Field(default="none", description="biases to train too")
+    enabled: bool = Field(default=False, description="train a low-rank adapter; the model itself stays frozen")
+    r: int = Field(default=16, ge=1, description="rank of the adapter")
+    alpha: float = Field(default=16, gt=0, description="the adapter is scaled by alpha / r")
+    bias: Literal["none", "all", "lora_only"] = Field(default="none", description="biases to train as well")
     target_modules: list[str] = Field(default=[], description="linear layers with an adapter; empty: all but experts")
     adapter_path: str | None = Field(
         default=None,
@@ -25,7 +25,7 @@ class LoraConfig(Section):
         "target_modules; null: a new adapter",
     )
     sync: Literal["merged", "adapter"] = Field(
-        default="merged", description="an update sends merged matrices, or only the adapter"
+        default="merged", description="weight updates send merged matrices, or only the adapter"
     )
 
     @property
@@ -35,57 +35,67 @@ class LoraConfig(Section):
 
 
 class FinetuneConfig(Section):
-    adam_beta1: float = Field(default=0.9, ge=0, lt=1, description="AdamW")
-    adam_beta2: float = Field(default=0.95, ge=0, lt=1, description="AdamW")
-    adam_epsilon: float = Field(default=1e-8, gt=0, description="AdamW")
-    weight_decay: float = Field(default=0.0, ge=0, description="AdamW")
+    adam_beta1: float = Field(default=0.9, ge=0, lt=1, description="beta1 of AdamW")
+    adam_beta2: float = Field(default=0.95, ge=0, lt=1, description="beta2 of AdamW")
+    adam_epsilon: float = Field(default=1e-8, gt=0, description="epsilon of AdamW")
+    weight_decay: float = Field(default=0.0, ge=0, description="weight decay of AdamW")
     dtype: Literal["auto", "fp32", "tf32", "bf16"] = Field(
         default="auto", description="precision of matrix products (parameters stay fp32); auto: bf16 on GPUs, else fp32"
     )
     attn_implementation: Literal["auto", "flash_attention_2", "segments", "flex_attention", "sdpa", "eager"] = Field(
         default="auto",
-        description="auto: the fastest that can train the model; segments: PyTorch's causal kernel, sample by sample",
+        description="auto: the fastest for the model; segments: PyTorch's causal attention, one sample at a time",
     )
     lora: LoraConfig = LoraConfig()
     train_batch_size: int = Field(
-        default=1, ge=1, description="factor of the samples per step; without seq_packing, rows of a micro-batch"
+        default=1,
+        ge=1,
+        description="with gradient_accumulation_passes, samples per step; without seq_packing, rows of a micro-batch",
     )
     gradient_accumulation_passes: int = Field(
-        default=1024, ge=1, description="factor of the samples per step, over all ranks"
+        default=1024, ge=1, description="times train_batch_size, samples per optimizer step, over all ranks"
     )
-    learning_rate: float = Field(default=1e-6, gt=0, description="peak of the schedule")
+    learning_rate: float = Field(default=1e-6, gt=0, description="peak learning rate")
     gradient_clipping_threshold: float | None = Field(
-        default=0.3, gt=0, description="largest norm of the gradient; null: no clipping"
+        default=0.3, gt=0, description="clip the gradient to this norm; null: no clipping"
     )
     lr_scheduler_type: Literal["cosine", "linear", "constant", "constant_with_warmup"] = Field(
-        default="cosine", description="learning-rate schedule"
+        default="cosine", description="schedule of the learning rate"
     )
-    num_warmup_steps: int = Field(default=50, ge=0, description="steps of the rising part")
-    gradient_checkpointing: bool = Field(default=True, description="less memory, more time")
-    max_train_steps: int = Field(default=1000, ge=1, description="end of training, and length of the schedule")
+    num_warmup_steps: int = Field(default=50, ge=0, description="steps over which the learning rate rises to its peak")
+    gradient_checkpointing: bool = Field(
+        default=True, description="recompute activations in the backward pass: less memory, more time"
+    )
+    max_train_steps: int = Field(
+        default=1000, ge=1, description="optimizer steps of the run, and of the learning-rate schedule"
+    )
     max_epochs: int | None = Field(
-        default=None, ge=1, description="passes over the problems after which training ends earlier; null: no such end"
+        default=None, ge=1, description="end training after this many passes over the problems; null: no limit"
     )
     stop_at_success: float | None = Field(
         default=None,
         gt=0,
         le=1,
-        description="training ends once an evaluation has this success_rate over all test data; null: no such end",
+        description="end training once an evaluation reaches this success_rate over all test data; null: no limit",
     )
     interrupt_train_steps: int = Field(
-        default=-1, ge=-1, description="stop earlier without changing the schedule; -1: off"
+        default=-1, ge=-1, description="stop after this step without changing the schedule; -1: off"
     )
-    seq_length: int = Field(default=12000, ge=2, description="tokens of a packed micro-batch; longest sample")
-    seq_packing: bool = Field(default=True, description="several samples in one row")
+    seq_length: int = Field(
+        default=12000, ge=2, description="tokens of a packed micro-batch, and of the longest sample"
+    )
+    seq_packing: bool = Field(default=True, description="pack several samples into one row")
     logprob_chunk_tokens: int = Field(
-        default=1024, ge=1, description="tokens whose log-probs are computed at once, which bounds memory"
+        default=1024, ge=1, description="tokens whose log-probs are computed at once; smaller: less memory"
     )
     save_checkpoint_steps: int = Field(default=100, ge=1, description="steps between checkpoints")
     save_checkpoint_minutes: float | None = Field(
-        default=None, gt=0, description="also a checkpoint so many minutes after the last one; null: by steps only"
+        default=None,
+        gt=0,
+        description="also save a checkpoint this many minutes after the last one; null: by steps only",
     )
     also_save_steps: list[Annotated[int, Field(ge=1)]] = Field(
-        default=[], description="further steps with a checkpoint"
+        default=[], description="further steps at which a checkpoint is saved"
     )
     keep_intermediate_checkpoints: bool = Field(default=True, description="keep the models of earlier checkpoints")
     keep_best: str | None = Field(
@@ -95,9 +105,9 @@ class FinetuneConfig(Section):
         "finetune/best; null: none",
     )
     keep_last_checkpoints: int | None = Field(default=2, ge=1, description="training states to keep; null: all")
-    save_final_training_state: bool = Field(default=True, description="write a training state at the end")
+    save_final_training_state: bool = Field(default=True, description="save a training state at the end of the run")
     trust_remote_code: bool = Field(
-        default=False, description="run code of the model's folder, in trainer, servers and actor"
+        default=False, description="run Python code from the model's folder, in trainer, servers and actor"
     )
     record_token_ratios: bool = Field(
         default=True,
@@ -105,10 +115,12 @@ class FinetuneConfig(Section):
         "streams.backend=files and streams.retention=all)",
     )
     weight_update_interval: int = Field(
-        default=1, ge=1, description="optimizer steps between weight updates; each one more adds a version to the lag"
+        default=1,
+        ge=1,
+        description="optimizer steps between weight updates; each further step adds a version to the lag",
     )
     max_version_lag: int | None = Field(
-        default=None, ge=0, description="samples with older tokens are stale, not trained; null: no such limit"
+        default=None, ge=0, description="do not train samples with tokens older than this many versions; null: no limit"
     )
     rl: RLConfig = RLConfig()
 

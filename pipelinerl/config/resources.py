@@ -18,13 +18,13 @@ _NUMBER = re.compile(r"[0-9]+([KMGT]|(\.[0-9]+)?[kmgt])?")
 
 class VLLMConfig(Section):
     vllm_kwargs: dict[str, Any] = Field(
-        default={}, description="flags of the vLLM server without dashes; an empty string is a bare flag"
+        default={}, description="options of the vLLM server, without dashes; an empty string is a bare flag"
     )
     kv_cache: Literal["keep", "recompute"] = Field(
         default="keep", description="what happens to the key-value cache of running sequences at an update"
     )
-    start_timeout_s: float = Field(default=900, gt=0, description="deadline for a server to be ready")
-    cpu_kv_cache_gib: float = Field(default=1, gt=0, description="cache of a server without a GPU")
+    start_timeout_s: float = Field(default=900, gt=0, description="time limit for a server to become ready")
+    cpu_kv_cache_gib: float = Field(default=1, gt=0, description="key-value cache of a server without a GPU, in GiB")
 
     def option(self, name: str) -> tuple[str, Any]:
         """Key and value of a server option, however it is spelled; the value is None if it is not set."""
@@ -107,9 +107,11 @@ class WorldConfig(FlatSection):
     """How the cluster is split. Fractions share the GPUs; the `num_*` keys, if set, say the counts outright (and are
     the way to split a machine without GPUs)."""
 
-    actor_fraction: float = Field(default=4, ge=0, description="share of the GPUs that samples")
-    preprocessor_fraction: float = Field(default=0, ge=0, description="share that serves the reference model")
-    finetune_fraction: float = Field(default=4, ge=0, description="share that trains")
+    actor_fraction: float = Field(default=4, ge=0, description="share of the GPUs for the servers that sample")
+    preprocessor_fraction: float = Field(
+        default=0, ge=0, description="share of the GPUs for servers of the reference model"
+    )
+    finetune_fraction: float = Field(default=4, ge=0, description="share of the GPUs for the trainer")
     servers_per_gpu: Annotated[int, Field(ge=1)] | Literal["auto"] = Field(
         default="auto",
         description="servers on each GPU of the actor's share; auto: up to 4, by weights, context, memory and cores. "
@@ -122,27 +124,31 @@ class WorldConfig(FlatSection):
         "nvidia-cuda-mps-control is installed and no daemon runs yet; false: they take turns",
     )
     num_actor_llms: int | None = Field(
-        default=None, ge=1, description="all servers that sample, instead of the share (see servers_per_gpu)"
+        default=None, ge=1, description="number of servers that sample, instead of a share (see servers_per_gpu)"
     )
     num_preprocessor_llms: int | None = Field(
-        default=None, ge=0, description="servers of the reference model, instead of the share"
+        default=None, ge=0, description="number of servers of the reference model, instead of a share"
     )
-    num_finetune_ranks: int | None = Field(default=None, ge=1, description="trainer ranks, instead of the share")
+    num_finetune_ranks: int | None = Field(
+        default=None, ge=1, description="number of trainer ranks, instead of a share"
+    )
     actor_gpus: list[list[GpuNumber]] | None = Field(
         default=None,
         min_length=1,
-        description="GPUs of each server, as [[0], [1]], instead of the share; one node only",
+        description="GPUs of each server, such as [[0], [1]], instead of a share; one node only",
     )
     preprocessor_gpus: list[list[GpuNumber]] | None = Field(
         default=None, description="the same for servers of the reference model"
     )
     finetune_gpus: list[GpuNumber] | None = Field(
-        default=None, min_length=1, description="GPU of each trainer rank, as [2, 3]"
+        default=None, min_length=1, description="GPU of each trainer rank, such as [2, 3]"
     )
-    device: Literal["auto", "cpu", "cuda"] = Field(default="auto", description="auto: CUDA where there are GPUs")
+    device: Literal["auto", "cpu", "cuda"] = Field(default="auto", description="auto: cuda if there are GPUs")
     sharing: Annotated[Disaggregated | Colocated, Choice("placement", flat=True)] = Disaggregated()
-    env_replicas: int = Field(default=0, ge=0, description="environment servers, of what `environment` names")
-    verifier_replicas: int = Field(default=0, ge=0, description="verifier servers")
+    env_replicas: int = Field(default=0, ge=0, description="number of environment servers (see `environment`)")
+    verifier_replicas: int = Field(
+        default=0, ge=0, description="number of verifier servers; 0: each rollout worker grades"
+    )
     actor_group_port: int = Field(default=9000, ge=1024, le=65535, description="first port of weight updates")
     environment_start_port: int = Field(
         default=7777, ge=1024, le=65535, description="first port of environment servers"
@@ -190,9 +196,10 @@ class FileStreams(Section):
         default="files", description="files, redis, or the dotted path of a module with a class Streams"
     )
     fsync: Literal["never", "interval", "always"] = Field(
-        default="never", description="interval and always survive a power cut, never survives a crash of the process"
+        default="never",
+        description="interval and always also survive a power cut, never only a crash of the process",
     )
-    shard_bytes: int = Field(default=256 * 2**20, ge=1, description="size at which a new file is begun")
+    shard_bytes: int = Field(default=256 * 2**20, ge=1, description="size at which a new file is started")
     retention: Literal["all", "heads"] = Field(
         default="all", description="heads: remove tokens that no resume needs (those steps cannot be replayed)"
     )
@@ -207,7 +214,7 @@ class RedisStreams(FileStreams):
         description="address of your own server; null: that of PIPELINERL_REDIS_URL (environment, it may hold a "
         "password), else the launcher starts one",
     )
-    byte_budget: int = Field(default=2 * 2**30, ge=1, description="memory that the run's streams may take in Redis")
+    byte_budget: int = Field(default=2 * 2**30, ge=1, description="memory for the run's streams in Redis, in bytes")
     backpressure_timeout_s: float = Field(
         default=600, gt=0, description="how long a writer waits for the reader of a full stream"
     )
@@ -217,7 +224,7 @@ class CustomStreams(FileStreams):
     """A backend of the user's: a module with a class `Streams`, a `StreamBackend` (streams/base.py)."""
 
     backend: str  # type: ignore[assignment]
-    options: dict[str, Any] = Field(default={}, description="settings of your own backend, unchecked")
+    options: dict[str, Any] = Field(default={}, description="settings of your own backend, not checked")
 
 
 StreamsConfig = FileStreams | RedisStreams | CustomStreams
@@ -234,12 +241,12 @@ class SuperviseConfig(Section):
 
     heartbeat_interval_s: float = Field(default=2, gt=0, description="time between heartbeats")
     heartbeat_timeout_s: float = Field(
-        default=25, gt=0, description="a longer silence ends the run (300 s while the process uses the CPU)"
+        default=25, gt=0, description="a process that is silent for longer ends the run (300 s while it uses the CPU)"
     )
-    progress_timeout_s: float = Field(default=1800, gt=0, description="a longer standstill ends the run")
+    progress_timeout_s: float = Field(default=1800, gt=0, description="a run without progress for longer ends")
     shutdown_grace_s: float = Field(default=10, gt=0, description="time for the trainer to save after SIGTERM")
-    finish_timeout_s: float = Field(default=600, gt=0, description="for the last evaluation and the shutdown")
-    weight_sync_timeout_s: float = Field(default=120, gt=0, description="deadline of one weight update")
+    finish_timeout_s: float = Field(default=600, gt=0, description="time for the last evaluation and the shutdown")
+    weight_sync_timeout_s: float = Field(default=120, gt=0, description="time limit of a weight update")
     probe_every_n_updates: int = Field(
         default=0,
         ge=0,
@@ -258,7 +265,9 @@ class SuperviseConfig(Section):
         default=3, ge=0, description="restarts of one server within an hour before its end ends the run"
     )
     server_restart_backoff_s: float = Field(
-        default=1, ge=0, description="wait before the first restart; doubled for each further one, at most 60 s"
+        default=1,
+        ge=0,
+        description="wait before the first restart of a server; doubles with each further one, up to 60 s",
     )
 
 
@@ -267,14 +276,12 @@ class WandbConfig(Section):
         default="offline",
         description="online needs WANDB_API_KEY; offline writes files that `wandb sync` uploads; disabled: no W&B",
     )
-    wandb_id: str | None = Field(default=None, description="id of the tracked run; null: derived from the run's id")
-    wandb_name: str | None = Field(
-        default=None, description="name of the tracked run; null: the last part of output_dir"
-    )
-    wandb_entity_name: str | None = Field(default=None, description="team")
-    wandb_project_name: str = Field(default="pipelinerl", description="project")
-    wandb_group: str | None = Field(default=None, description="group of runs")
-    tags: list[str] = Field(default=[], description="tags of the tracked run")
+    wandb_id: str | None = Field(default=None, description="W&B id; null: derived from the run's id")
+    wandb_name: str | None = Field(default=None, description="W&B name; null: the last part of output_dir")
+    wandb_entity_name: str | None = Field(default=None, description="W&B team")
+    wandb_project_name: str = Field(default="pipelinerl", description="W&B project")
+    wandb_group: str | None = Field(default=None, description="W&B group")
+    tags: list[str] = Field(default=[], description="W&B tags")
 
 
 class TensorBoardConfig(Section):

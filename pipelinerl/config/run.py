@@ -73,7 +73,7 @@ class ConventionalSchedule(Section):
     adaptive_lag: ClassVar[bool] = False
     pop_old_data: ClassVar[bool] = False
     steps_per_generation: int = Field(
-        default=1, ge=1, description="optimizer steps per generated round; the lag is 0 to one version less"
+        default=1, ge=1, description="optimizer steps per generated round; the lag is 0 to this minus 1 versions"
     )
 
 
@@ -89,27 +89,29 @@ LIKE_TRAINING = ("max_tokens", "temperature", "stop")
 class RunConfig(FlatSection):
     """Root of the configuration."""
 
-    output_dir: str = Field(description="folder that the run writes to")
+    output_dir: str = Field(description="folder that the run writes everything to")
     model_path: str = Field(default="Qwen/Qwen2.5-7B", description="Hugging Face name or folder of the model")
     seed: int = Field(
-        default=42, ge=0, le=LARGEST_SEED, description="order of problems, request seeds, random state of the trainer"
+        default=42, ge=0, le=LARGEST_SEED, description="seed of the order of problems, of requests and of the trainer"
     )
     attempts: int = Field(default=8, ge=1, description="rollouts per problem")
     pacing: Annotated[PipelineSchedule | ConcurrentSchedule | ConventionalSchedule, Choice("schedule", flat=True)] = (
         PipelineSchedule()
     )
-    force_restart: bool = Field(default=False, description="start again in an output_dir that holds a run")
+    force_restart: bool = Field(default=False, description="start over in an output_dir that already holds a run")
     eval_every_n_versions: int = Field(
         default=50, ge=0, description="optimizer steps between evaluations; 0: only before and after training"
     )
     train_subset: dict[str, int] | None = Field(
-        default=None, description="{begin: B, end: E}: train on these problems only"
+        default=None, description="{begin: B, end: E}: train only on these problems"
     )
-    fp32_lm_head: bool = Field(default=True, description="output head in fp32, in servers and trainer")
-    dataset_loader: str | None = Field(default=None, description="dotted path of load_problems")
-    dataset_loader_params: dict[str, Any] = Field(default={}, description="further arguments of load_problems")
-    train_dataset_names: list[Any] = Field(default=[], description="passed to load_problems for training")
-    test_dataset_names: list[Any] = Field(default=[], description="passed to load_problems for evaluation")
+    fp32_lm_head: bool = Field(default=True, description="compute the output head in fp32, in servers and trainer")
+    dataset_loader: str | None = Field(
+        default=None, description="dotted path of the loader of problems (docs/domains.md)"
+    )
+    dataset_loader_params: dict[str, Any] = Field(default={}, description="further arguments of the loader")
+    train_dataset_names: list[Any] = Field(default=[], description="data sets for training, passed to the loader")
+    test_dataset_names: list[Any] = Field(default=[], description="held-out data sets, passed to the loader")
     eval: list[EvaluationSet] = Field(
         default=[],
         description="[{name, k, problems, temperature, top_p, top_k, max_tokens, stop}, ...]: held-out sets with k "
@@ -119,7 +121,9 @@ class RunConfig(FlatSection):
     environment: dict[str, Any] | None = Field(
         default=None, description="{_target_, arguments}: what environment servers serve (world.env_replicas)"
     )
-    custom: dict[str, Any] = Field(default={}, description="settings of your own task, unchecked; cfg.custom there")
+    custom: dict[str, Any] = Field(
+        default={}, description="settings of your own task, not checked; `cfg.custom` in your code"
+    )
     actor: ActorConfig = ActorConfig()
     agent: AgentConfig = AgentConfig()
     preprocess: PreprocessConfig = PreprocessConfig()

@@ -65,17 +65,21 @@ class Example(Section):
 
 
 class ActorConfig(Section):
-    rollout_policy: str | None = Field(default=None, description="dotted path of generate_rollout")
+    rollout_policy: str | None = Field(
+        default=None, description="dotted path of the rollout function (docs/domains.md)"
+    )
     llm_max_rollouts: int = Field(default=64, ge=1, description="concurrent rollouts per server")
     rollout_workers: int = Field(default=1, ge=1, description="processes that run rollouts")
     discount_factor: float = Field(
-        default=1.0, gt=0, le=1, description="reward discount per output token, in tasks that use it"
+        default=1.0, gt=0, le=1, description="discount of the reward per output token, in built-in tasks"
     )
-    rollout_timeout_s: float = Field(default=600, gt=0, description="a longer rollout is canceled and counts as failed")
-    request_timeout_s: float = Field(default=300, gt=0, description="a longer request is retried")
-    max_retries: int = Field(default=3, ge=0, description="retries after a transient failure")
+    rollout_timeout_s: float = Field(
+        default=600, gt=0, description="time limit of a rollout; then it is canceled and counts as failed"
+    )
+    request_timeout_s: float = Field(default=300, gt=0, description="time limit of a request; then it is retried")
+    max_retries: int = Field(default=3, ge=0, description="retries of a rollout or request after a transient failure")
     max_failure_rate: float = Field(
-        default=0.5, gt=0, le=1, description="a larger share of failed rollouts ends the run (from 32 on)"
+        default=0.5, gt=0, le=1, description="end the run if a larger share of the latest rollouts (at least 32) failed"
     )
     test_samples: int | None = Field(default=None, ge=1, description="rollouts per evaluation; null: one per problem")
     recorded_test_samples: int | None = Field(
@@ -92,10 +96,11 @@ class ActorConfig(Section):
         description="system prompt of built-in tasks in place of their own, and with agent.apply_chat_template",
     )
     task_template: str | None = Field(
-        default=None, description="text around `{task}`, in built-in tasks of one question"
+        default=None, description="text around `{task}`, in built-in tasks with one question"
     )
     examples: list[Example] = Field(
-        default=[], description="[{task, answer}, ...]: earlier turns of the dialogue, in tasks of one question"
+        default=[],
+        description="[{task, answer}, ...]: earlier turns of the dialogue, in built-in tasks with one question",
     )
 
 
@@ -106,14 +111,16 @@ class AgentConfig(Section):
         default=None, description="JSONL file or Hugging Face dataset (`name`, `name:split`); several: comma-separated"
     )
     prompt_data_probs: str | float | list[float] | None = Field(
-        default=None, description="how often each dataset is drawn, one number each; null: all prompts equally often"
+        default=None, description="how often each data set is drawn, one number each; null: all prompts equally often"
     )
     eval_data: str | list[str] | None = Field(default=None, description="the same for evaluation; null: none")
     input_key: str = Field(default="input", description="column of the prompts")
     label_key: str | None = Field(default=None, description="column of the labels; null: empty labels")
     apply_chat_template: bool = Field(default=False, description="format prompts with the model's chat template")
-    prompt_max_len: int = Field(default=1024, ge=1, description="longest prompt in tokens; longer ones are left out")
-    max_samples: int | None = Field(default=None, ge=1, description="first rows of all datasets together; null: all")
+    prompt_max_len: int = Field(default=1024, ge=1, description="longest prompt in tokens; longer ones are dropped")
+    max_samples: int | None = Field(
+        default=None, ge=1, description="use only this many rows, from the beginning; null: all"
+    )
     max_steps: int = Field(default=64, ge=1, description="calls of the agent function per rollout")
     reward: Literal["sum", "last"] = Field(default="sum", description="sum of the steps' rewards, or the last one")
     action_special_tokens: bool = Field(
@@ -123,7 +130,7 @@ class AgentConfig(Section):
 
 class PreprocessConfig(Section):
     ring_buffer_size: int = Field(
-        default=128, ge=1, description="ready batches kept when training is slow and max_lag is null"
+        default=128, ge=1, description="ready batches to keep when training is slow and max_lag is null"
     )
 
 
@@ -145,10 +152,10 @@ class RewardsConfig(Section):
     unparsable_finished: float = Field(default=0.0, description="reward of this kind of answer")
     unparsable_not_finished: float = Field(default=0.0, description="reward of this kind of answer")
     buffer_tokens: int = Field(
-        default=0, ge=0, description="last tokens before the limit that cost reward (soft_length)"
+        default=0, ge=0, description="tokens before the length limit that are penalized (soft_length)"
     )
     easy_tokens: int = Field(
-        default=256, ge=1, description="tokens that the easiest problem may cost (difficulty_length)"
+        default=256, ge=1, description="tokens that the answer to the easiest problem may have (difficulty_length)"
     )
 
 
@@ -157,4 +164,4 @@ class VerifierConfig(Section):
 
     processes: int = Field(default=2, ge=1, description="grader processes")
     timeout_s: float = Field(default=10, gt=0, description="processor time for grading one answer")
-    memory_mib: int = Field(default=2048, ge=256, description="address space of a grader process")
+    memory_mib: int = Field(default=2048, ge=256, description="memory limit (address space) of a grader process")

@@ -133,12 +133,11 @@ def load_problems(
 
     Args:
         num_train, num_test, seed: of the problems made here.
-        fields: where the rows of the other data sets have `task` and `tests`.
-        limit: at most so many rows of each of them.
+        fields, limit: see `load_data_sets`.
         max_tests: at most so many tests of each of their problems, evenly spread; None: all.
 
     Raises:
-        DomainError: a data set cannot be had, or none of its rows can be used.
+        DomainError: see `load_data_sets`.
     """
 
     def draw(rng: random.Random) -> tuple[str, dict[str, Any]]:

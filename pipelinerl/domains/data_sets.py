@@ -31,7 +31,7 @@ from pipelinerl.domains.shapes import (
     fit,
     has_several_questions,
     lookup,
-    proposed_map,
+    map_of,
 )
 from pipelinerl.errors import DomainError
 
@@ -388,7 +388,7 @@ def fitting(domain: str, row: Row, index: int, source: DataSet) -> Row:
         fault = f"lacks {', '.join(lacking)} of `fields`" if lacking else "has no known shape"
         raise DomainError(
             f"{domain}: row {index} of {source.name!r} {fault}. It has the fields {', '.join(field_names(row))}. Say "
-            f"which are those of {domain}, for instance +dataset_loader_params.fields='{proposed_map(row, domain)}' "
+            f"which are those of {domain}, for instance +dataset_loader_params.fields='{map_of(domain)}' "
             "(dots lead into nested fields), or `fields` of this data set alone."
         )
     return values

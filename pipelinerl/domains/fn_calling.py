@@ -99,11 +99,10 @@ def load_problems(
     """Return problems made here, with 1 to `max_calls` calls among `num_tools` functions, and those of data sets.
 
     Args:
-        fields: where the rows of data sets have `task`, `tools` and `expected`.
-        limit: at most so many rows of each data set.
+        fields, limit: see `load_data_sets`.
 
     Raises:
-        DomainError: a data set cannot be had, or none of its rows can be used.
+        DomainError: see `load_data_sets`.
     """
 
     def draw(rng: random.Random) -> tuple[str, dict[str, Any]]:

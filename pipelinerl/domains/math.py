@@ -41,11 +41,10 @@ def load_problems(
 
     Args:
         num_train, num_test, max_operand, seed: of the sums made here.
-        fields: where the rows of the other data sets have `task`, and `answer` or `solution`.
-        limit: at most so many rows of each of them.
+        fields, limit: see `load_data_sets`.
 
     Raises:
-        DomainError: a data set cannot be had, or math-verify is not installed.
+        DomainError: see `load_data_sets`, or math-verify is not installed.
     """
     optional("math_verify", "math", "math")
 

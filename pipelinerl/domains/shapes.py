@@ -254,28 +254,10 @@ def fit(row: Row, domain: str, own: Mapping[str, str] = MappingProxyType({})) ->
     return None
 
 
-#: Parts of the names that fields have elsewhere, for the map that a message proposes.
-_LIKELY = MappingProxyType(
-    {
-        "task": ("question", "problem", "prompt", "query", "instruction", "task", "input", "text"),
-        "answer": ("answer", "solution", "ground_truth", "label", "target", "output", "response", "result"),
-        "tests": ("test", "case", "input_output", "examples"),
-        "tools": ("tool", "function", "api"),
-        "expected": ("expected", "answer", "call", "ground_truth", "target"),
-        "constraints": ("constraint", "instruction_id", "rule", "check"),
-    }
-)
-
-
-def proposed_map(row: Row, domain: str) -> str:
-    """Return the map that fits a row of an unknown shape, as far as the names of its fields tell; else `FIELD`."""
+def map_of(domain: str) -> str:
+    """The map that a user has to fill in for rows of an unknown shape."""
     own = [field for field in SHAPES[domain][0].fields if not field.endswith("?")]
-    left, chosen = list(field_names(row)), {}
-    for field in own:
-        near = [name for part in _LIKELY.get(field, ()) for name in left if part in name.lower()]
-        chosen[field] = near[0] if near else "FIELD"
-        left = [name for name in left if name != chosen[field]]
-    return f"{{{', '.join(f'{field}: {path}' for field, path in chosen.items())}}}"
+    return f"{{{', '.join(f'{field}: FIELD' for field in own)}}}"
 
 
 def field_names(row: Row, prefix: str = "") -> Iterator[str]:

@@ -8,7 +8,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import functools
-import importlib
 import inspect
 import json
 import math
@@ -25,7 +24,7 @@ from pipelinerl.agents import black_box
 from pipelinerl.domains.data import check_names, optional
 from pipelinerl.errors import DomainError
 from pipelinerl.grading import verify
-from pipelinerl.sandbox.protocol import Grade, grader
+from pipelinerl.sandbox.protocol import Grade, grader, load_named
 
 _ROW_KEYS = ("prompt", "answer", "info", "task", "example_id")
 # Where the environment has no evaluation data, at most one row of so many is kept out of training.
@@ -150,11 +149,8 @@ def _make(env_id: str, env_args: str) -> Any:
 def _factory(env_id: str) -> Callable[..., Any]:
     if "." not in env_id:
         return functools.partial(_package("verifiers").load_environment, env_id)
-    module, _, name = env_id.rpartition(".")
-    found = getattr(importlib.import_module(module), name, None)
-    if not callable(found):
-        raise DomainError(f"verifiers: {module} has no {name!r}, expected a class or function for an environment.")
-    return found  # type: ignore[no-any-return]
+    found: Callable[..., Any] = load_named(env_id, "verifiers: env_id", "a class or function for an environment")
+    return found
 
 
 def _rubrics(rubric: Any) -> list[Any]:

@@ -5,7 +5,6 @@ The environment service is the ASGI application that the key `environment` descr
 
 from __future__ import annotations
 
-import importlib
 import inspect
 import sys
 from collections.abc import Awaitable, Callable, Mapping, MutableMapping
@@ -17,6 +16,7 @@ from pipelinerl.config import RunConfig
 from pipelinerl.errors import DomainError
 from pipelinerl.inference.auth import TokenMiddleware
 from pipelinerl.role import RoleContext, run_role
+from pipelinerl.sandbox.protocol import load_named
 from pipelinerl.sandbox.services import local_pool
 
 KEY = "environment"
@@ -38,15 +38,7 @@ def find_target(environment: Mapping[str, Any]) -> Callable[..., Any]:
             f"{KEY}.{TARGET_KEY}: got {path!r}, expected the dotted path of {_EXPECTED}. For text games: "
             "pipelinerl.games.create_app. Or set world.env_replicas=0."
         )
-    module_name, _, name = path.rpartition(".")
-    try:
-        found = getattr(importlib.import_module(module_name), name, None)
-    except Exception as error:
-        raise DomainError(
-            f"{KEY}.{TARGET_KEY}: importing {module_name!r} failed: {type(error).__name__}: {error}"
-        ) from error
-    if not callable(found):
-        raise DomainError(f"{KEY}.{TARGET_KEY}: {module_name} has no {name!r}, expected {_EXPECTED}.")
+    found: Callable[..., Any] = load_named(path, f"{KEY}.{TARGET_KEY}", _EXPECTED)
     try:
         inspect.signature(found).bind(**_settings(environment))
     except TypeError as error:

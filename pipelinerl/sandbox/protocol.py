@@ -183,7 +183,7 @@ def load_grader(path: str) -> tuple[GraderFunction, bool]:
     Raises:
         DomainError: there is no such function, or it is not marked.
     """
-    function = _load_marked(path, "grader", _GRADER_MARK, "a function marked with @grader")
+    function = load_named(path, "grader", "a function marked with @grader", _GRADER_MARK)
     confined, preload = getattr(function, _GRADER_MARK)
     if preload is not None:
         importlib.import_module(preload)
@@ -205,17 +205,28 @@ def load_game(path: str, *, marked: bool = True) -> Any:
     Raises:
         DomainError: there is none.
     """
-    return _load_marked(path, "game", _GAME_MARK if marked else None, "a class marked with @text_game")
+    return load_named(path, "game", "a class marked with @text_game", _GAME_MARK if marked else None)
 
 
-def _load_marked(path: str, kind: str, mark: str | None, expected: str) -> Any:
+def load_named(path: str, what: str, expected: str, mark: str | None = None) -> Any:
+    """Import the function or class at a dotted path.
+
+    Args:
+        what: of the run it is, for messages.
+        mark: an attribute that it must have.
+
+    Raises:
+        DomainError: there is none, or importing its module failed.
+    """
     module_name, _, name = path.rpartition(".")
     try:
         found = getattr(importlib.import_module(module_name), name, None)
     except Exception as error:
-        raise DomainError(f"{kind} {path!r}: importing {module_name!r} failed: {error}") from error
+        raise DomainError(
+            f"{what} {path!r}: importing {module_name!r} failed: {type(error).__name__}: {error}"
+        ) from error
     if not callable(found) or (mark is not None and not hasattr(found, mark)):
-        raise DomainError(f"{kind} {path!r}: expected {expected}. Add the mark.")
+        raise DomainError(f"{what} {path!r}: expected {expected}.")
     return found
 
 

@@ -183,13 +183,8 @@ CALL = ("f", {"a": 1})
     "text",
     [
         '<tool_call>\n{"name": "f", "arguments": {"a": 1}}\n</tool_call>',
-        '<tool_call>{"name": "f", "arguments": {"a": 1}}',
-        '<tool_call>{"name": "f", "arguments": "{\\"a\\": 1}"}</tool_call>',
-        '<|python_tag|>{"name": "f", "parameters": {"a": 1}}',
         '{"name": "f", "parameters": {"a": 1}}',
         '[{"type": "function", "function": {"name": "f", "arguments": {"a": 1}}}]',
-        '<function=f>{"a": 1}</function>',
-        '<tool_call>[{"name": "f", "arguments": {"a": 1}}]</tool_call>',
         'I call:\n```json\n{"name": "f", "arguments": {"a": 1}}\n```',
     ],
 )
