@@ -79,8 +79,6 @@ class ComposedConfig:
     config: RunConfig | None = None
     help_text: str | None = None
     search_dirs: list[Path] = field(default_factory=list)
-    config_name: str = ""
-    overrides: list[str] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
     members: tuple[Member, ...] = ()
 
@@ -123,7 +121,7 @@ def compose(argv: Sequence[str], may_be_several: bool = False) -> ComposedConfig
         raise
     config = _with_adapter(_with_deepspeed_file(config, search_dirs), composed)
     validate(config)
-    return ComposedConfig(config, None, search_dirs, name, overrides, notes + advice(config))
+    return ComposedConfig(config, None, search_dirs, notes + advice(config))
 
 
 def _read_words(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
@@ -364,7 +362,7 @@ def _config_file(name: str, search_dirs: Sequence[Path]) -> Path:
     for folder in search_dirs:
         if (folder / f"{name}.yaml").is_file():
             return folder / f"{name}.yaml"
-    names = sorted({known for folder in search_dirs for known in config_names(folder)})
+    names = config_names(*search_dirs)
     hint = did_you_mean(name, names)
     if len(search_dirs) == 1:
         hint += " For a file of your own add --config-dir FOLDER."
@@ -413,7 +411,7 @@ def _translate(error: Exception, config_file: Path, search_dirs: Sequence[Path])
         return ConfigError("config file", place, "YAML", f"Correct that line: {error.problem}.")
     if isinstance(error, MissingConfigException):
         group, _, name = str(error.missing_cfg_file or "").removesuffix(".yaml").rpartition("/")
-        names = sorted({known for folder in search_dirs for known in config_names(folder / group)}) if name else []
+        names = config_names(*(folder / group for folder in search_dirs)) if name else []
         return ConfigError(
             group or "defaults", name, f"one of {', '.join(names)}", f"{did_you_mean(name, names)} {where}"
         )

@@ -132,8 +132,8 @@ class Values(NamedTuple):
     otherwise: str = ""
 
 
-def _switch(asks_for_nothing: bool, key: str, value: str, otherwise: str = "write true or false") -> Values:
-    return Values({asks_for_nothing: None, not asks_for_nothing: (key, value)}, otherwise)
+def _switch(asks_for_nothing: bool, key: str, value: str) -> Values:
+    return Values({asks_for_nothing: None, not asks_for_nothing: (key, value)}, "write true or false")
 
 
 _RL = "finetune.rl"

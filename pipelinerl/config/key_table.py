@@ -70,16 +70,13 @@ def help_text(search_dirs: Sequence[Path], section: str = "") -> str:
             sections = sorted({key.name.rpartition(".")[0] for key in known_keys()} - {""})
             raise ConfigError("--help", section, "a key or one of " + ", ".join(sections), "Leave it out for the help.")
         return "\n".join([*(line for key in keys for line in _lines(key)), ""])
-    names = sorted({name for folder in search_dirs for name in config_names(folder)})
     groups = [
-        f"group {group}: "
-        + ", ".join(sorted({name for folder in search_dirs for name in config_names(folder / group)}))
-        for group in GROUPS
+        f"group {group}: {', '.join(config_names(*(folder / group for folder in search_dirs)))}" for group in GROUPS
     ]
     by_name = {key.name: key for key in known_keys()}
     common = [line for name in _COMMON for line in _lines(by_name[name])]
     return _HELP.format(
-        names=", ".join(names),
+        names=", ".join(config_names(*search_dirs)),
         groups="\n".join(groups),
         keys="\n".join(common),
         launch=typed("launch"),

@@ -147,9 +147,9 @@ def conf_dir() -> Path:
     return installed if installed.is_dir() else _PACKAGE.parent / "conf"
 
 
-def config_names(folder: Path, suffix: str = ".yaml") -> list[str]:
-    """Return the names (without suffix) of the configuration files directly in `folder`, sorted."""
-    return sorted(path.stem for path in folder.glob(f"*{suffix}"))
+def config_names(*folders: Path, suffix: str = ".yaml") -> list[str]:
+    """Return the names (without suffix) of the configuration files directly in `folders`, sorted."""
+    return sorted({path.stem for folder in folders for path in folder.glob(f"*{suffix}")})
 
 
 def find_deepspeed_file(name: str, search_dirs: Sequence[Path] = ()) -> Path:
@@ -166,7 +166,7 @@ def find_deepspeed_file(name: str, search_dirs: Sequence[Path] = ()) -> Path:
         found = folder / f"{name.removesuffix('.json')}.json"
         if found.is_file():
             return found.resolve()
-    names = sorted({known for folder in folders for known in config_names(folder, ".json")})
+    names = config_names(*folders, suffix=".json")
     expected = f"the path of a .json file or one of {', '.join(names)}"
     raise ConfigError(_DEEPSPEED, name, expected, did_you_mean(name, names))
 

@@ -20,16 +20,16 @@ Problem = dict[str, Any]
 Draw = Callable[[random.Random], tuple[str, Problem]]
 
 
-def check_names(domain: str, names: Sequence[str], known: Sequence[str] = SPLITS) -> None:
+def check_names(domain: str, names: Sequence[str]) -> None:
     """Refuse unknown data sets.
 
     Raises:
         DomainError: names them.
     """
-    unknown = [name for name in names if name not in known]
+    unknown = [name for name in names if name not in SPLITS]
     if unknown:
         raise DomainError(
-            f"{domain}: unknown data sets {unknown}, expected some of {list(known)}. "
+            f"{domain}: unknown data sets {unknown}, expected some of {list(SPLITS)}. "
             "Change train_dataset_names or test_dataset_names."
         )
 
