@@ -52,7 +52,7 @@ def black_box(agent: Agent) -> BlackBox:
 
 
 class BlackBox:
-    """The rollout function. It owns the proxy of its process, started at the first rollout."""
+    """The rollout function. It owns the proxy of its event loop, started at the first rollout."""
 
     def __init__(self, agent: Agent) -> None:
         functools.update_wrapper(self, agent)
@@ -60,6 +60,7 @@ class BlackBox:
         self.__signature__ = inspect.signature(self.__call__)  # type: ignore[operator]
         self._agent = agent
         self._proxy: Proxy | None = None
+        self._loop: asyncio.AbstractEventLoop | None = None
         self._starting = asyncio.Lock()
 
     async def __call__(
@@ -73,10 +74,10 @@ class BlackBox:
         """
         started = time.monotonic()
         async with self._starting:
-            if self._proxy is None:
+            if self._proxy is None or self._loop is not asyncio.get_running_loop():  # `check-domain` has a new one
                 proxy = Proxy()
                 await proxy.start()
-                self._proxy = proxy
+                self._proxy, self._loop = proxy, asyncio.get_running_loop()
         with self._proxy.recording(llm, session) as recording:
             try:
                 answer = await self._run(self._proxy.base_url, recording.key, problem)
