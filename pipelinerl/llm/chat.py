@@ -171,8 +171,8 @@ def continuation(
     return tail, continue_ids(renderer, call, answer, tail, end_of_answer)
 
 
-#: Prompt, its text, its ids and sampling parameters of this request only in; the model's answer out.
-Answer = Callable[[Prompt, str, list[int], dict[str, Any]], Awaitable[LLMCall]]
+#: Called with a prompt, its text and ids, and sampling parameters of this request; returns the answer.
+Generate = Callable[[Prompt, str, list[int], dict[str, Any]], Awaitable[LLMCall]]
 
 
 class Chat:
@@ -184,7 +184,7 @@ class Chat:
 
     Args:
         renderer: chat template and tokenizer.
-        answer: asks the server.
+        generate: asks the server.
         tools: tools in OpenAI's format, passed to the chat template.
         messages: the beginning of the chat, for instance a system message.
     """
@@ -192,12 +192,12 @@ class Chat:
     def __init__(
         self,
         renderer: ChatRenderer,
-        answer: Answer,
+        generate: Generate,
         tools: Sequence[dict[str, Any]] | None = None,
         messages: Sequence[Message] = (),
     ) -> None:
         self._renderer = renderer
-        self._answer = answer
+        self._generate = generate
         self.tools = list(tools) if tools else None
         self.messages: list[Message] = []
         self.transcripts: list[Transcript] = []
@@ -234,7 +234,7 @@ class Chat:
         """
         self.add(*messages)
         past, transcript, text, ids = self._next_prompt()
-        call = await self._answer(Prompt(list(self.messages), self.tools), text, ids, parameters or {})
+        call = await self._generate(Prompt(list(self.messages), self.tools), text, ids, parameters or {})
         transcript.add(call, text + sampled_text(self._renderer, call))
         if len(transcript.turns) == 1:
             self.transcripts.append(transcript)

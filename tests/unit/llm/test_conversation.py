@@ -5,8 +5,8 @@ from __future__ import annotations
 import asyncio
 import json
 import runpy
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import AsyncIterator, Iterator, Sequence
+from contextlib import asynccontextmanager, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +17,7 @@ from transformers import PreTrainedTokenizerFast
 
 from pipelinerl.errors import RolloutError
 from pipelinerl.llm import TrainableLLM
+from pipelinerl.llm.chat import Chat
 from pipelinerl.llm.client import open_session
 from pipelinerl.llm.sample_builder import build_samples
 from pipelinerl.records import VersionSpan
@@ -75,6 +76,15 @@ def serving(
         yield server, llm
 
 
+@asynccontextmanager
+async def chatting(
+    tokenizer: PreTrainedTokenizerFast, script: Script, tools: Any = None, messages: Any = (), **settings: Any
+) -> AsyncIterator[tuple[FakeServer, Chat]]:
+    with serving(tokenizer, script, **settings) as (server, llm):
+        async with open_session() as session:
+            yield server, llm.chat(session, tools, messages)
+
+
 def sent(server: FakeServer) -> list[list[int]]:
     return [request["token_ids"] for request in server.requests]
 
@@ -83,19 +93,18 @@ async def test_t1_three_turns_with_a_tool_keep_the_sampled_ids(tokenizer: PreTra
     """Hand-written ids: the row is the server's ids, and exactly the sampled ones are trained."""
     call = '<tool_call>{"name": "add", "arguments": {"a": 12, "b": 3}}</tool_call>'
     script = Script(tokenizer, [call, "15", "12 is it"])
-    with serving(tokenizer, script) as (server, llm):
-        async with open_session() as session:
-            chat = llm.chat(session, tools=TOOLS, messages=[{"role": "system", "content": "add"}])
-            first = await chat.ask("What is 12 + 3?")
-            assert first.output.tool_calls is not None
-            (tool_call,) = first.output.tool_calls
-            assert json.loads(tool_call["function"]["arguments"]) == {"a": 12, "b": 3}
-            server.version = "4"
-            chat.add_tool_result(tool_call, "15")
-            await chat.ask()
-            server.version = "5"
-            await chat.ask("Sure? 12")
-    encode = llm.renderer.encode
+    system = [{"role": "system", "content": "add"}]
+    async with chatting(tokenizer, script, tools=TOOLS, messages=system) as (server, chat):
+        first = await chat.ask("What is 12 + 3?")
+        assert first.output.tool_calls is not None
+        (tool_call,) = first.output.tool_calls
+        assert json.loads(tool_call["function"]["arguments"]) == {"a": 12, "b": 3}
+        server.version = "4"
+        chat.add_tool_result(tool_call, "15")
+        await chat.ask()
+        server.version = "5"
+        await chat.ask("Sure? 12")
+    encode = chat._renderer.encode
     retokenized = encode(call)
     assert script.answers[0][:-1] != retokenized, "the answer was sampled in other tokens than its text has"
     prompt_1 = encode("<|system|>add<|end|><|user|>What is 12 + 3?<|end|><|assistant|>")
@@ -128,13 +137,11 @@ async def test_t1_three_turns_with_a_tool_keep_the_sampled_ids(tokenizer: PreTra
 
 
 async def test_a_begun_answer_is_continued_and_is_one_with_what_was_sampled(tokenizer: PreTrainedTokenizerFast) -> None:
-    with serving(tokenizer, Script(tokenizer, ["5", "7"])) as (server, llm):
-        async with open_session() as session:
-            chat = llm.chat(session)
-            await chat.ask({"role": "user", "content": "12 + 3?"}, {"role": "assistant", "content": "It is 1"})
-            await chat.ask("Sure?")
+    async with chatting(tokenizer, Script(tokenizer, ["5", "7"])) as (server, chat):
+        await chat.ask({"role": "user", "content": "12 + 3?"}, {"role": "assistant", "content": "It is 1"})
+        await chat.ask("Sure?")
     begun = "<|user|>12 + 3?<|end|><|assistant|>It is 1"
-    assert [llm.renderer.decode(ids, skip_special_tokens=False) for ids in sent(server)] == [
+    assert [chat._renderer.decode(ids, skip_special_tokens=False) for ids in sent(server)] == [
         begun, f"{begun}5<|end|><|user|>Sure?<|end|><|assistant|>"
     ]  # fmt: skip
     assert [message["content"] for message in chat.messages] == ["12 + 3?", "It is 15", "Sure?", "7"]
@@ -156,11 +163,9 @@ async def test_thinking_that_the_prompt_opens_is_no_statement(tokenizer: PreTrai
 async def test_m5_every_sampled_token_is_trained_once_in_either_form(tokenizer: PreTrainedTokenizerFast) -> None:
     for turns in (1, 2, 5):
         script = Script(tokenizer, [str(10 + turn) for turn in range(turns)])
-        with serving(tokenizer, script) as (_, llm):
-            async with open_session() as session:
-                chat = llm.chat(session)
-                for turn in range(turns):
-                    await chat.ask(f"turn {turn}")
+        async with chatting(tokenizer, script) as (_, chat):
+            for turn in range(turns):
+                await chat.ask(f"turn {turn}")
         sampled = [token for answer in script.answers for token in answer]
         for texts in (chat.training_texts(), chat.training_texts(by_turn=True)):
             trained = [label for text in texts for label in text.labels if label != -100]
@@ -170,15 +175,13 @@ async def test_m5_every_sampled_token_is_trained_once_in_either_form(tokenizer: 
 
 
 async def test_rewards_of_turns(tokenizer: PreTrainedTokenizerFast) -> None:
-    with serving(tokenizer, Script(tokenizer, ["1", "2", "3"])) as (_, llm):
-        async with open_session() as session:
-            chat = llm.chat(session)
-            with pytest.raises(ValueError, match=r"Call ask\(\) first"):
-                chat.reward_turn(1)
-            for reward in (0.5, None, 0.25):
-                await chat.ask("go")
-                if reward is not None:
-                    chat.reward_turn(reward)
+    async with chatting(tokenizer, Script(tokenizer, ["1", "2", "3"])) as (_, chat):
+        with pytest.raises(ValueError, match=r"Call ask\(\) first"):
+            chat.reward_turn(1)
+        for reward in (0.5, None, 0.25):
+            await chat.ask("go")
+            if reward is not None:
+                chat.reward_turn(reward)
     texts = chat.training_texts(reward=1.0)
     assert [text.reward for text in texts] == [0.5, 0.0, 1.25]
     assert all(text.metadata["step_reward"] is True for text in texts)
@@ -188,13 +191,11 @@ async def test_a_template_that_drops_thoughts_starts_a_new_sample(tokenizer: Pre
     tokenizer = chat_tokenizer(32)
     tokenizer.chat_template = STRIPS_THOUGHTS
     script = Script(tokenizer, ["<think>hm</think>1", "2", " 3 "])
-    with serving(tokenizer, script) as (server, llm):
-        async with open_session() as session:
-            chat = llm.chat(session)
-            await chat.ask("a")
-            await chat.ask("b")
-            await chat.ask("c")
-    encode = llm.renderer.encode
+    async with chatting(tokenizer, script) as (server, chat):
+        await chat.ask("a")
+        await chat.ask("b")
+        await chat.ask("c")
+    encode = chat._renderer.encode
     rewritten = encode("<|user|>a<|end|><|assistant|>1<|end|><|user|>b<|end|><|assistant|>")
     assert sent(server) == [
         encode("<|user|>a<|end|><|assistant|>"),
@@ -213,25 +214,21 @@ async def test_a_template_that_wants_calls_in_its_own_form(tokenizer: PreTrained
     tokenizer = chat_tokenizer(32)
     tokenizer.chat_template = WANTS_CALLS
     call = '<tool_call>{"name": "add", "arguments": {}}</tool_call>'
-    with serving(tokenizer, Script(tokenizer, [call, "2"])) as (server, llm):
-        async with open_session() as session:
-            chat = llm.chat(session, tools=TOOLS)
-            first = await chat.ask("a")
-            assert first.output.tool_calls
-            chat.add_tool_result(first.output.tool_calls[0], {"sum": 2})
-            await chat.ask()
+    async with chatting(tokenizer, Script(tokenizer, [call, "2"]), tools=TOOLS) as (server, chat):
+        first = await chat.ask("a")
+        assert first.output.tool_calls
+        chat.add_tool_result(first.output.tool_calls[0], {"sum": 2})
+        await chat.ask()
     expected = '<|user|>a<|end|><|assistant|>[add]<|end|><|tool|>{"sum": 2}<|end|><|assistant|>'
-    assert sent(server)[1] == llm.renderer.encode(expected)
+    assert sent(server)[1] == chat._renderer.encode(expected)
     assert len(chat.training_texts()) == 2
 
 
 async def test_t6_a_full_context_ends_the_rollout_before_anything_is_sent(tokenizer: PreTrainedTokenizerFast) -> None:
-    with serving(tokenizer, Script(tokenizer, ["12"] * 9), max_model_len=64) as (server, llm):
-        async with open_session() as session:
-            chat = llm.chat(session)
-            with pytest.raises(RolloutError) as ended:
-                for _ in range(9):
-                    await chat.ask("some words more")
+    async with chatting(tokenizer, Script(tokenizer, ["12"] * 9), max_model_len=64) as (server, chat):
+        with pytest.raises(RolloutError) as ended:
+            for _ in range(9):
+                await chat.ask("some words more")
     assert ended.value.reason == "context_overflow"
     assert server.calls.count("/inference/v1/generate") == len(chat.turns) == 3
     assert all(len(r["token_ids"]) + r["sampling_params"]["max_tokens"] <= 64 for r in server.requests)
@@ -258,18 +255,16 @@ async def test_t5_table(
     vocabulary = tokenizer.get_vocab()
     ids = [script.end if c == "\x00" else vocabulary[c] for c in answer] + ([script.end] if end else [])
     script._left = iter([ids, ids])
-    with serving(tokenizer, script) as (server, llm):
-        async with open_session() as session:
-            chat = llm.chat(session)
-            call = await chat.ask("a", parameters=parameters)
-            call.ended_by_stop_string = "stop" in parameters
-            await chat.ask("x", parameters=parameters)
+    async with chatting(tokenizer, script) as (server, chat):
+        call = await chat.ask("a", parameters=parameters)
+        call.ended_by_stop_string = "stop" in parameters
+        await chat.ask("x", parameters=parameters)
     text = chat.training_texts(by_turn=True)[0]
     assert text.finished is finished
     assert [label for label in text.labels if label != -100] == ids
-    assert llm.renderer.decode(ids, skip_special_tokens=False) == sampled
+    assert chat._renderer.decode(ids, skip_special_tokens=False) == sampled
     first = sent(server)[0]
-    assert sent(server)[1] == first + ids + llm.renderer.encode(following)
+    assert sent(server)[1] == first + ids + chat._renderer.encode(following)
     (whole,) = chat.training_texts()
     assert whole.labels[len(first) : len(first) + len(ids)] == ids
     assert set(whole.labels[len(first) + len(ids) : len(sent(server)[1])]) == {-100}
@@ -278,21 +273,17 @@ async def test_t5_table(
 async def test_t5_padding_that_is_the_end_token_is_trained_by_its_place(tokenizer: PreTrainedTokenizerFast) -> None:
     tokenizer = chat_tokenizer(32)
     tokenizer.pad_token = tokenizer.eos_token
-    with serving(tokenizer, Script(tokenizer, ["12"])) as (_, llm):
-        async with open_session() as session:
-            chat = llm.chat(session)
-            await chat.ask("a")
+    async with chatting(tokenizer, Script(tokenizer, ["12"])) as (_, chat):
+        await chat.ask("a")
     (text,) = chat.training_texts()
     assert text.labels[-1] == tokenizer.eos_token_id == tokenizer.pad_token_id
 
 
 async def test_t7_unknown_ids_and_broken_text_do_not_crash(tokenizer: PreTrainedTokenizerFast) -> None:
-    with serving(tokenizer, Script(tokenizer, [[100_000, 5], "1"])) as (server, llm):
-        async with open_session() as session:
-            chat = llm.chat(session, tools=TOOLS)
-            await chat.ask("a")
-            chat.add_tool_result("no such call", "half a pair \ud800 and \x00")
-            await chat.ask()
+    async with chatting(tokenizer, Script(tokenizer, [[100_000, 5], "1"]), tools=TOOLS) as (server, chat):
+        await chat.ask("a")
+        chat.add_tool_result("no such call", "half a pair \ud800 and \x00")
+        await chat.ask()
     assert sent(server)[1][: len(sent(server)[0]) + 2] == [*sent(server)[0], 100_000, 5]
 
 
