@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
-import threading
 
 import pytest
-from aiohttp import web
+from fakes.fake_server import FakeServer
+from fakes.fake_server import Fault as HTTPFault
 from preprocess_groups import group, sample
 
 import pipelinerl.preprocess.reference as reference_module
@@ -16,6 +15,7 @@ from pipelinerl.errors import EndRunError, RolloutError
 from pipelinerl.llm.client import Fault, Reply, post
 from pipelinerl.preprocess.batcher import GroupScorer, ResumePoint
 from pipelinerl.preprocess.reference import ReferenceServers, read_prompt_logprobs
+from pipelinerl.records.completion import GENERATE_PATH
 from pipelinerl.streams.base import Entry
 
 
@@ -46,62 +46,23 @@ def test_faulty_answers_are_refused(content, reason):
     assert caught.value.reason == reason
 
 
-class Server:
-    """A reference server on a random port; `statuses` are answered first, then 200."""
-
-    def __init__(self, statuses=()):
-        self.statuses = list(statuses)
-        self.requests = []
-        self.loop = asyncio.new_event_loop()
-        started = threading.Event()
-        self.thread = threading.Thread(target=self._main, args=(started,), daemon=True)
-        self.thread.start()
-        assert started.wait(60)
-
-    def _main(self, started):
-        asyncio.set_event_loop(self.loop)
-        self.loop.run_until_complete(self._start())
-        started.set()
-        self.loop.run_forever()
-        self.loop.run_until_complete(self.runner.cleanup())
-
-    async def _start(self):
-        app = web.Application()
-        app.router.add_post("/inference/v1/generate", self._answer)
-        self.runner = web.AppRunner(app)
-        await self.runner.setup()
-        site = web.TCPSite(self.runner, "127.0.0.1", 0)
-        await site.start()
-        self.url = f"http://127.0.0.1:{site._server.sockets[0].getsockname()[1]}"
-
-    async def _answer(self, request):
-        body = await request.json()
-        self.requests.append((request.headers.get("Authorization"), body))
-        if self.statuses:
-            return web.Response(status=self.statuses.pop(0), text="no")
-        return web.json_response(answer(body["token_ids"]))
-
-    def __enter__(self):
-        return self
-
-    def __exit__(self, *exc):
-        self.loop.call_soon_threadsafe(self.loop.stop)
-        self.thread.join(60)
+def server(*statuses):
+    """A reference server whose first answers have these statuses."""
+    fake = FakeServer()
+    fake.inject(GENERATE_PATH, *(HTTPFault("status", status) for status in statuses))
+    return fake
 
 
 def servers(*urls, concurrency=64, return_timeout_s=0.0):
-    return ReferenceServers(urls, "secret", concurrency, 300.0, 3, return_timeout_s)
+    return ReferenceServers(urls, FakeServer().token, concurrency, 300.0, 3, return_timeout_s)
 
 
 def test_samples_are_scored_with_retries():
-    with Server([503]) as one, Server() as two:
-        score = servers(one.url, two.url + "/")
-        done = score([sample(f"g/r{i}/s0") for i in range(4)])
-    assert [s.ref_logprobs for s in done] == [[-0.3, -0.4, -0.5]] * 4
-    authorization, body = two.requests[0]
-    assert authorization == "Bearer secret"
-    assert body["sampling_params"] == {"max_tokens": 1, "prompt_logprobs": 0, "temperature": 1.0}
-    assert len(one.requests) + len(two.requests) == 5
+    with server(503) as one, server() as two:
+        done = servers(one.url, two.url + "/")([sample(f"g/r{i}/s0") for i in range(4)])
+    assert [s.ref_logprobs for s in done] == [[-0.5, -0.5, -0.5]] * 4
+    assert two.requests[0]["sampling_params"] == {"max_tokens": 1, "prompt_logprobs": 0, "temperature": 1.0}
+    assert len(one.calls) + len(two.calls) == 5
 
 
 @pytest.mark.parametrize("fault", [Fault.REFUSED, Fault.CANNOT_CONNECT, Fault.DISCONNECTED])
@@ -113,21 +74,21 @@ def test_a_server_that_is_started_again_is_waited_for(monkeypatch, fault):
         return Reply(problems.pop(0), b"away") if problems else await post(*args, **kwargs)
 
     monkeypatch.setattr(reference_module, "post", away)
-    with Server() as server:
-        waiting = servers(server.url, return_timeout_s=60.0)
+    with server() as one:
+        waiting = servers(one.url, return_timeout_s=60.0)
         assert waiting([sample("g/r0/s0")])[0] is not None
         problems[:] = [fault] * 9
-        assert servers(server.url)([sample("g/r0/s0")]) == [None]
+        assert servers(one.url)([sample("g/r0/s0")]) == [None]
         problems[:] = [503] * 9  # a server that is there and busy is not waited for so long
         assert waiting([sample("g/r0/s0")]) == [None]
 
 
 def test_a_refused_sample_fails_alone_and_a_wrong_token_ends_the_run():
-    with Server([400]) as server:
-        done = servers(server.url, concurrency=1)([sample("g/r0/s0"), sample("g/r1/s0")])
+    with server(400) as one:
+        done = servers(one.url, concurrency=1)([sample("g/r0/s0"), sample("g/r1/s0")])
         assert sum(s is None for s in done) == 1
-    with Server([401]) as server, pytest.raises(EndRunError):
-        servers(server.url)([sample("g/r0/s0")])
+    with server(401) as one, pytest.raises(EndRunError):
+        servers(one.url)([sample("g/r0/s0")])
 
 
 def test_groups_are_scored_before_the_advantages_and_fails_what_could_not_be_scored():
