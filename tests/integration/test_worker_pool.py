@@ -23,13 +23,13 @@ from pipelinerl.errors import WorkerError
 
 BLOCKING = TASK.replace(
     "    calls = []\n",
-    """    import re
+    """    import gc, re
     if problem["words"] == "spin":
         # Hours of backtracking, during which no other thread of the interpreter runs.
         re.match(r"(a|aa)+$", "a" * 60 + "b")
     if problem["words"] == "beside":
         await asyncio.Event().wait()  # until the worker ends
-    return RolloutResult([], BaseMetrics(reward=1, success=True))
+    return RolloutResult([], BaseMetrics(reward=gc.get_threshold()[0], success=gc.get_freeze_count() > 0))
 """,
 )
 
@@ -58,7 +58,10 @@ async def test_l4_a_worker_held_by_a_regular_expression_is_replaced(
         # Whoever ran beside it may be tried again, and then the new worker takes it.
         assert isinstance(beside, RolloutFailed) and beside.transient
         assert isinstance(held, RolloutFailed) and held.reason == "blocked_worker"
-        assert isinstance(await pool.run(start("w5"), PROCESS_LIMIT_S), RolloutEnded)
+        ended = await pool.run(start("w5"), PROCESS_LIMIT_S)
+        assert isinstance(ended, RolloutEnded)
+        # Garbage collection is rare, and skips what was loaded before.
+        assert (ended.summary.reward, ended.summary.success) == (20_000, True)
         assert pool.replaced_workers == 1
         await pool.close()
     errors = capfd.readouterr().err
