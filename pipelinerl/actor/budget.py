@@ -82,10 +82,7 @@ class AdaptiveLag(MaxLag):
     ones start a fifth closer to its end; if the step ends before they start, a quarter earlier.
 
     Args:
-        samples_per_step: samples that close an optimizer step.
-        max_lag: samples that may be in flight beyond those.
         in_flight: share of a batch to keep running while the weights change; 0 if updates wait for rollouts.
-        clock: monotonic, in seconds.
     """
 
     IN_FLIGHT = 0.15
@@ -237,10 +234,6 @@ class SampleBudget:
     """Counts unsettled samples by group; `policy` decides whether another group may start.
 
     A running rollout is charged the most samples that any rollout has had so far (one until the first has ended).
-
-    Args:
-        policy: bounds the samples in flight.
-        attempts: rollouts per group.
     """
 
     def __init__(self, policy: LagPolicy, attempts: int) -> None:

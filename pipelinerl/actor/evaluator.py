@@ -245,10 +245,6 @@ def as_final(newest: Sequence[EvaluationResult], version: int) -> list[Evaluatio
 
     If passes over the problems end training, the last version is not known in advance and may just have been evaluated
     with the same problems and seeds.
-
-    Args:
-        newest: results of the newest evaluation during training, if any.
-        version: the last one of the run.
     """
     if any(not result.due_version == result.min_version == result.max_version == version for result in newest):
         return []

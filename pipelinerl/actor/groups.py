@@ -52,11 +52,7 @@ def number_of(group_id: str) -> int:
 
 @dataclass(frozen=True)
 class Publisher:
-    """Writes groups, and the fates of rollouts that are in none, which come before their group.
-
-    Attributes:
-        source: job name of the actor.
-    """
+    """Writes groups, and the fates of rollouts that are in none, which come before their group."""
 
     source: str
     incarnation: int
@@ -117,7 +113,6 @@ class GroupRunner:
     """The training groups of one run.
 
     Attributes:
-        seed: of the run.
         numbers: positions in the order of problems to run; a restart sets them to what is left.
     """
 

@@ -110,8 +110,6 @@ class Actor:
     """The actor of one run, from the first weights to the last evaluation.
 
     Args:
-        context: of this process.
-        problems: for training and evaluations.
         pool: of rollout workers, not started yet.
     """
 

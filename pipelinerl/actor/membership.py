@@ -43,7 +43,6 @@ class Membership:
         urls: of the planned servers, by name. They count as up, with weights.
         scheduler: is told which servers accept rollouts.
         workers: are told about servers that join.
-        token: of the servers.
         incarnation: of this start; records of earlier ones are ignored.
     """
 

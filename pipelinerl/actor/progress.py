@@ -50,10 +50,7 @@ class TrainingProgress:
     """The state of training in this incarnation, from the streams `trainer` and `fates`.
 
     Args:
-        budget: samples are settled in it.
         incarnation: updates of other incarnations say nothing about the current servers.
-        changes: notified after every change.
-        last_step: of the run.
     """
 
     def __init__(self, budget: SampleBudget, incarnation: int, changes: Changes, last_step: float = math.inf) -> None:

@@ -108,7 +108,6 @@ class Scheduler:
 
     Args:
         num_servers: servers of the plan, all usable at first.
-        pool: runs the rollouts.
         timeout_s: deadline of one try; a rollout that never returns fails with `rollout_timeout`.
         max_retries: tries after the first one for transient failures, on another server if possible.
         changes: notified when a slot is free that nobody waits for, and at the end of a pause.
@@ -291,7 +290,6 @@ class WorkerPool:
 
     Args:
         command: argument vector of a worker, without its index and connection.
-        size: number of workers.
         inherited_fds: descriptors that workers inherit (the watch on the launcher).
         block_limit_s: longest time that user code may block a worker's event loop.
     """

@@ -82,11 +82,6 @@ class RolloutWorker:
     """Runs rollouts for the actor.
 
     Args:
-        function: the user's rollout function.
-        config: of the run; the function gets it as a DictConfig.
-        tokenizer: of the policy.
-        incarnation: goes into samples.
-        actor: the connection.
         block_limit_s: if user code blocks the event loop for longer, the process prints a traceback and exits.
     """
 

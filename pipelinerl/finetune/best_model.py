@@ -223,8 +223,6 @@ class BestKeeper:
     """Exports versions that are evaluated. All ranks take part in an export, rank 0 settles.
 
     Args:
-        schedule: that of the actor.
-        best: used on rank 0 alone.
         results: all evaluation results of the actor; None on other ranks.
     """
 

@@ -50,7 +50,6 @@ def compile_layers(policy: PolicyModel, pack_tokens: int, backend: str | Callabl
     Args:
         policy: on its device; its gradients are dropped.
         pack_tokens: of the largest micro-batch.
-        backend: of `torch.compile`.
     """
     start = time.perf_counter()
     layers = decoder_layers(policy)

@@ -106,7 +106,6 @@ class TargetReached:
     repeat the evaluation.
 
     Args:
-        target: `finetune.stop_at_success`.
         wake: called when a version reaches it or the thread fails.
     """
 
@@ -154,8 +153,6 @@ class DataFeed:
 
     Args:
         reader: stream `training_data`, opened at the offset of the checkpoint.
-        timeout_s: longest wait for a batch.
-        stop: ends the wait without a batch.
         weights: interrupts the wait when a server needs weights.
         passes: ends the wait when no batch follows (rank 0).
         target: ends training when it is reached (rank 0).
@@ -193,7 +190,6 @@ class DataFeed:
         """The batch of `step`; None if the trainer is to stop, or if no batch follows (then `is_over` is set).
 
         Args:
-            step: the step that the batch must be of.
             serve: called on all ranks with version step - 1 if a server needs weights while there is no batch.
 
         Raises:

@@ -105,8 +105,6 @@ class Trainer:
     """One rank of the trainer, resumed from the newest training state.
 
     Args:
-        context: of this process.
-        ranks: of the trainer.
         stack: closes what is opened here.
     """
 

@@ -180,12 +180,6 @@ def load_language_model(
 ) -> PreTrainedModel:
     """The causal language model of `path` with fp32 parameters, in training mode, without dropout.
 
-    Args:
-        path: model folder or name.
-        attention: implementation.
-        trust_remote_code: run code of the model's folder.
-        served_length: see `fix_frequencies`.
-
     Raises:
         ConfigError: `path` is neither a model folder nor a name that can be fetched, or not a language model.
         ValueError, ImportError, KeyError: the model does not support `attention`.
@@ -287,7 +281,6 @@ def refuse_positions_beyond_dynamic(config: Any, served_length: int | None) -> N
     vLLM (0.32) multiplies the maximum by the factor, but has no frequencies there and reads out of bounds.
 
     Args:
-        config: of the language model.
         served_length: `max_model_len` of the servers; None: vLLM's default, which is too large.
     """
     settings = getattr(config, "rope_parameters", None) or {}

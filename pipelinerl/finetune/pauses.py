@@ -43,8 +43,6 @@ class RolloutPause:
     """Rank 0's request to let running rollouts finish.
 
     Attributes:
-        requests: stream `turns` of the trainer.
-        answers: stream `turns` of the actor.
         timeout_s: longest wait; rollouts have a shorter time-out.
         should_stop: checked before the wait and after every wake-up.
     """

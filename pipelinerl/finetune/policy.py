@@ -51,7 +51,6 @@ class PolicyModel(torch.nn.Module):
     """A causal language model, with an optional value head, that computes log-probs of given targets.
 
     Args:
-        language_model: from `load_language_model`.
         temperature: sampling temperature; log-probs are those of the sampling distribution.
         chunk_tokens: trained tokens whose logits exist at once.
         fp32_head: logits in fp32 whatever the dtype.

@@ -127,8 +127,6 @@ def start_ranks(environ: Mapping[str, str], device: str, timeout_s: float, rende
     """Join the process group that `environ` describes and pick this rank's device.
 
     Args:
-        device: `cpu` or `cuda`.
-        timeout_s: longest wait of one collective.
         rendezvous: file where ranks of one machine meet, unique to this start. None: at MASTER_ADDR and MASTER_PORT.
 
     Raises:

@@ -26,7 +26,6 @@ class RatioRecorder:
 
     Args:
         writer: of this rank's stream; owned by the recorder.
-        incarnation: of this start.
     """
 
     def __init__(self, writer: StreamWriter[TokenRatios], incarnation: int) -> None:

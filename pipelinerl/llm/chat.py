@@ -84,10 +84,6 @@ def continue_ids(
     The sampled end token is already there, so it is not added again if `text` begins with it.
 
     Args:
-        renderer: the tokenizer.
-        call: the last answered request.
-        before: text of its answer.
-        text: what follows.
         end_of_answer: returns the ids that the chat template writes at the end of an answer. The sampled end token
             replaces the template's, even if they differ.
     """
@@ -104,12 +100,6 @@ def without_sampled_stop(renderer: ChatRenderer, call: LLMCall, stops: str | Seq
     """Return `text`, which follows an answer, without a repeated stop string.
 
     The stop string is not in the answer's text, but its ids were sampled, possibly with some characters after it.
-
-    Args:
-        renderer: the tokenizer.
-        call: the last answered request.
-        stops: stop strings of the request.
-        text: what follows.
     """
     if not call.ended_by_stop_string:
         return text
@@ -136,11 +126,7 @@ def continuation(
     ignored, since many templates trim, and the sampled ids are kept anyway.
 
     Args:
-        renderer: template and tokenizer.
         past: messages before the answer, as the template saw them.
-        call: the last answered request.
-        new: messages after the answer.
-        tools: of the chat.
         text_so_far: last prompt and answer, as the template writes them.
     """
     answer = sampled_text(renderer, call)
@@ -183,9 +169,6 @@ class Chat:
     `transcripts` are its token sequences.
 
     Args:
-        renderer: chat template and tokenizer.
-        generate: asks the server.
-        tools: tools in OpenAI's format, passed to the chat template.
         messages: the beginning of the chat, for instance a system message.
     """
 
@@ -225,7 +208,6 @@ class Chat:
         """Add `messages`, sample an answer, and return its call; tool calls are in `call.output.tool_calls`.
 
         Args:
-            messages: as for `add`.
             parameters: sampling parameters of this turn only (`max_tokens`, `stop`); the temperature stays.
 
         Raises:

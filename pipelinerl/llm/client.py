@@ -350,7 +350,6 @@ def retry_delay_s(attempt: int, jitter: float, retry_after_s: float | None = Non
     """Return seconds to wait before retry number `attempt` (from 0): 0.25, 0.5, 1 ... 10, each scaled by 0.5 to 1.
 
     Args:
-        attempt: retries already made.
         jitter: number in [0, 1) that spreads out callers that failed together.
         retry_after_s: the server's `Retry-After`, honored up to 10 s.
     """
@@ -379,10 +378,7 @@ async def post(
     """Send one JSON request and read the whole answer. Network failures do not raise.
 
     Args:
-        session: from `open_session`.
-        body: JSON.
         timeout_s: total, including the connection.
-        token: sent as bearer token if not empty.
         accept: media types that the caller reads.
     """
     headers = {"Content-Type": "application/json", "Accept": accept}

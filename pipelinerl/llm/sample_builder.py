@@ -42,10 +42,6 @@ class Transcript:
     def add(self, call: LLMCall, text: str) -> None:
         """Add a call whose prompt begins with all ids so far.
 
-        Args:
-            call: its ids are kept unchanged.
-            text: prompt and answer as text.
-
         Raises:
             ValueError: the prompt does not begin with the ids so far.
         """
@@ -141,8 +137,6 @@ def complete_texts(result: RolloutResult, temperature: float, versions: Collecti
     """Fill in what a hand-made text may omit: version and temperature.
 
     Args:
-        result: of one rollout.
-        temperature: of its requests.
         versions: policy versions that answered them.
 
     Raises:
@@ -195,10 +189,6 @@ def build_samples(
     """Return a rollout's texts as samples with ids `{rollout_id}/s{k}`.
 
     Args:
-        texts: of one rollout.
-        group_id: of its group.
-        rollout_id: of the rollout.
-        incarnation: of the run.
         temperature: of the trainer's log-probs; texts sampled at another one are rejected. None accepts any.
 
     Raises:
@@ -251,10 +241,6 @@ def recorded_samples(
     They are never trained on, so texts without log-probs, rewards or ids are recorded as they are.
 
     Args:
-        texts: as the rollout function returned them.
-        group_id: of their group.
-        rollout_id: of the rollout.
-        incarnation: of the run.
         reward: of the rollout, for texts without one.
 
     Raises:
@@ -312,7 +298,6 @@ def version_range(texts: list[TrainingText], seen: Collection[int] = ()) -> tupl
     """Return the oldest and the newest policy version that sampled a token, or None without tokens.
 
     Args:
-        texts: of one rollout.
         seen: versions that answered its requests, used if the texts name none.
     """
     versions = [span.version for text in texts for span in text.version_spans] or seen

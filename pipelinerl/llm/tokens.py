@@ -33,8 +33,6 @@ def load_tokenizer(model_path: str, *, trust_remote_code: bool = False, local_fi
     """Return the Hugging Face tokenizer of the model folder or hub name `model_path`.
 
     Args:
-        model_path: folder or hub name.
-        trust_remote_code: allow tokenizer code that ships with the model.
         local_files_only: download nothing.
 
     Raises:
@@ -66,7 +64,6 @@ class ChatRenderer:
     tokenizer without a fast backend is used under a lock.
 
     Args:
-        tokenizer: of the model.
         template_kwargs: further arguments of its chat template (`llm.chat_template_kwargs`).
     """
 
@@ -119,8 +116,6 @@ class ChatRenderer:
         If the template does not know the role `developer`, it becomes `system`: templates drop unknown roles.
 
         Args:
-            messages: the chat.
-            tools: in OpenAI's format.
             add_generation_prompt: open the assistant's turn at the end; None: continue the last message if it is the
                 assistant's, else open a turn.
 

@@ -46,12 +46,10 @@ class ResumePoint:
     """What an earlier start of the preprocessor has settled.
 
     Attributes:
-        next_step: step of the next batch.
         actor_offset: offset in `actor` to read from; `dispatched_groups` and `settled_samples` after it are done.
         epochs_done: passes over the problems at the last batch.
         first_steps: the first step of each incarnation's batches. A version from that step on, sampled by an older
             incarnation, was lost with its batch: the number now denotes another policy.
-        step_samples: number of samples by step.
     """
 
     next_step: int = 1
@@ -90,7 +88,6 @@ class GroupScorer:
     """Scores and filters groups; a group that is read twice counts once.
 
     Args:
-        resume: what is already settled.
         add_reference: None: no reference log-probs are added here.
     """
 
@@ -223,7 +220,6 @@ class Batcher:
         capacity_samples: the queue never holds more if `drop_oldest`; None is unbounded.
         drop_oldest: whether `add` drops the oldest groups when the queue is full; else the caller stops reading while
             `is_full`.
-        max_version_lag: `finetune.max_version_lag`.
         rounds: with rounds, a step closes only when the samples of its whole round have arrived.
         step_samples: number of samples by step of the batches closed before a restart.
     """
@@ -342,7 +338,6 @@ class LastStep:
     is, the trainer is told that no batch follows.
 
     Args:
-        max_epochs: `finetune.max_epochs`; None: never ends.
         update_interval: steps between two weight updates; the trainer ends after a multiple of it.
         step: of the last batch that was closed; 0: none.
         epochs_done: the most that a batch says so far.
@@ -395,11 +390,7 @@ class LastStep:
         return rest
 
     def wait_no_longer(self, end_offset: int) -> bool:
-        """Whether one more pass did not fill the batch that would be the last; then `rest_end` is set.
-
-        Args:
-            end_offset: groups before it have arrived.
-        """
+        """Whether one more pass did not fill the batch that would be the last; then `rest_end` is set."""
         if self._over_since is None:
             return False
         if self.rest_end is None and self.seen_epochs >= self._over_since + 1:

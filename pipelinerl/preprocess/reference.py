@@ -42,7 +42,6 @@ class ReferenceServers:
 
     Attributes:
         urls: base URLs of the servers, at least one.
-        token: bearer token of the run.
         concurrency: requests in flight per server.
         return_timeout_s: how long a server may be away while it restarts.
     """

@@ -255,8 +255,6 @@ def read_completion(
     """Return the completion in `content`, or why the request has to be sent again.
 
     Args:
-        content: body of the answer.
-        collect_logprobs: whether log-probs were requested.
         unlabelled_version: version of tokens from a server that was never given one; None rejects them.
 
     Raises:

@@ -132,9 +132,6 @@ class StepDiagnostics:
 class DiagnosticsSum:
     """Collects the trained tokens of a step and sums many at once: summing takes about a hundred kernels, which would
     slow down small models, while a micro-batch costs four small copies.
-
-    Args:
-        clamp: upper bound of the importance weight.
     """
 
     def __init__(self, clamp: float) -> None:

@@ -27,11 +27,9 @@ def make_plan(
 
     Args:
         lengths: tokens of each sample.
-        num_ranks: trainer ranks.
         seq_length: most tokens of one packed row, and of one sample.
         packed: True: a micro-batch is one row of at most `seq_length` tokens. False: at most `rows_per_micro_batch`
             padded rows of similar length.
-        rows_per_micro_batch: used only if not `packed`.
 
     Returns:
         `plan[rank][micro_batch]` = sorted indices into `lengths`. Ranks differ by at most one micro-batch, which the

@@ -21,7 +21,6 @@ def load_function(key: str, path: str, api_version: int) -> Callable[..., Any]:
 
     Args:
         key: the configuration key that names the function.
-        api_version: of the inputs record.
 
     Raises:
         ConfigError: it is not callable or was written for another version.
