@@ -31,7 +31,7 @@ from pipelinerl.preprocess.batcher import GroupScorer, ResumePoint
 from pipelinerl.records import Group, MetricRecord, Sample, TrainerMessage, TrainingBatch
 from pipelinerl.records.lineage import Lineage
 from pipelinerl.rl.loss import EntropyControl
-from pipelinerl.rl.packing import make_plan
+from pipelinerl.rl.packing import plan_step
 from pipelinerl.streams.base import (
     ACTOR,
     ACTOR_TOPIC,
@@ -77,13 +77,7 @@ class BatchReplay:
             if mine != theirs:
                 same_sample = replace(mine, advantage=theirs.advantage) == theirs
                 return f"{'advantage' if same_sample else 'sample'} of {theirs.id}"
-        plan = make_plan(
-            [len(sample.input_ids) for sample in rebuilt],
-            len(batch.plan),
-            config.seq_length,
-            config.seq_packing,
-            config.train_batch_size,
-        )
+        plan = plan_step(rebuilt, len(batch.plan), config)
         return None if plan == batch.plan else "plan"
 
     def _find(self, group_id: str) -> Group | None:

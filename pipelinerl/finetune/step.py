@@ -26,7 +26,7 @@ from pipelinerl.rl.advantages import NORM_EPSILON, are_equal, cuts_negative, has
 from pipelinerl.rl.diagnostics import DiagnosticsSum, StepDiagnostics
 from pipelinerl.rl.loss import EntropyControl, LossInputs, Metrics, coefficients_at, compute_loss
 from pipelinerl.rl.microbatch import MicroBatch, collate, token_weights
-from pipelinerl.rl.packing import make_plan
+from pipelinerl.rl.packing import plan_step
 
 
 @dataclass(frozen=True)
@@ -135,15 +135,14 @@ class StepRunner:
 
     def micro_batches(self, batch: TrainingBatch) -> list[MicroBatch]:
         """This rank's micro-batches, padded with sentinels to the largest number of any rank (at least 1)."""
-        plan = self._plan(batch)
-        config = self._config
+        config, ranks = self._config, self._ranks.world_size
+        plan = batch.plan if len(batch.plan) == ranks else plan_step(batch.samples, ranks, config)
         weights = token_weights(batch.samples, config.rl.aggregation, config.rl.constant_length_tokens)
-        longest = max(1, *(len(share) for share in plan))
-        # No indices: a sentinel.
-        shares = [*plan[self._ranks.rank], *[[]] * longest][:longest]
+        share, longest = plan[self._ranks.rank], max(1, *map(len, plan))
         own = [
+            # Without indices: a sentinel.
             collate(batch.samples, indices, weights=weights, packed=config.seq_packing, pad_id=self._pad_id)
-            for indices in shares
+            for indices in [*share, *[[]] * (longest - len(share))]
         ]
         has_reference = any(sample.ref_logprobs for sample in batch.samples)
         own = [_with_reference(micro_batch, has_reference) for micro_batch in own]
@@ -151,15 +150,6 @@ class StepRunner:
             found = self._reference.logprobs(own)
             own = [replace(micro_batch, ref_logprobs=values) for micro_batch, values in zip(own, found, strict=True)]
         return finish_advantages(own, batch.samples, config.rl, self._ranks)
-
-    def _plan(self, batch: TrainingBatch) -> list[list[list[int]]]:
-        if len(batch.plan) == self._ranks.world_size:
-            return batch.plan
-        lengths = [len(sample.input_ids) for sample in batch.samples]
-        config = self._config
-        return make_plan(
-            lengths, self._ranks.world_size, config.seq_length, config.seq_packing, config.train_batch_size
-        )
 
 
 def _connected(loss: torch.Tensor, inputs: LossInputs) -> torch.Tensor:

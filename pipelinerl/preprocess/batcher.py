@@ -30,7 +30,7 @@ from pipelinerl.config.finetune import FinetuneConfig
 from pipelinerl.config.schedule import Rounds
 from pipelinerl.records import IGNORED_LABEL, Fate, Group, RolloutSummary, Sample, TrainingBatch
 from pipelinerl.rl.advantages import has_signal, score_group
-from pipelinerl.rl.packing import make_plan
+from pipelinerl.rl.packing import plan_step
 from pipelinerl.streams.base import Entry
 
 # Groups with their offset in the stream `actor`; `record.samples` are the trainable ones.
@@ -414,13 +414,12 @@ def make_batch(
 ) -> TrainingBatch:
     """The batch of one optimizer step, planned for `num_ranks` ranks; `metrics` are of its scoring."""
     samples = [sample for group in groups for sample in group.record.samples]
-    lengths = [len(sample.input_ids) for sample in samples]
     return TrainingBatch(
         id=f"{incarnation}-{step}",
         step=step,
         samples=samples,
         group_ids=[group.record.id for group in groups],
-        plan=make_plan(lengths, num_ranks, config.seq_length, config.seq_packing, config.train_batch_size),
+        plan=plan_step(samples, num_ranks, config),
         actor_offset=actor_offset,
         epochs_done=epochs_done,
         incarnation=incarnation,

@@ -8,6 +8,9 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from itertools import pairwise
 
+from pipelinerl.config.finetune import FinetuneConfig
+from pipelinerl.records import Sample
+
 Plan = list[list[list[int]]]
 
 # Length at which causal attention costs as much as the matrix products of a model with 0.5-7 B parameters (rough,
@@ -18,6 +21,12 @@ ATTENTION_CROSSOVER_TOKENS = 32768
 def sample_cost(length: int) -> float:
     """Relative time of one sequence: linear in its tokens plus the quadratic share of attention."""
     return length * (1.0 + length / ATTENTION_CROSSOVER_TOKENS)
+
+
+def plan_step(samples: Sequence[Sample], num_ranks: int, config: FinetuneConfig) -> Plan:
+    """The plan of a step with these samples; see `make_plan`."""
+    lengths = [len(sample.input_ids) for sample in samples]
+    return make_plan(lengths, num_ranks, config.seq_length, config.seq_packing, config.train_batch_size)
 
 
 def make_plan(
@@ -36,9 +45,9 @@ def make_plan(
         trainer fills with a sentinel.
 
     Raises:
-        ValueError: a sample is empty or longer than `seq_length`, or an argument is < 1.
+        ValueError: a sample is empty or longer than `seq_length`.
     """
-    _check(lengths, num_ranks, seq_length, rows_per_micro_batch)
+    _check(lengths, seq_length)
     order = sorted(range(len(lengths)), key=lambda index: (-lengths[index], index))
     if packed:
         micro_batches = _pack(order, lengths, num_ranks, seq_length)
@@ -49,10 +58,7 @@ def make_plan(
     return _deal(micro_batches, num_ranks, cost)
 
 
-def _check(lengths: Sequence[int], num_ranks: int, seq_length: int, rows: int) -> None:
-    for name, value in (("num_ranks", num_ranks), ("seq_length", seq_length), ("rows_per_micro_batch", rows)):
-        if value < 1:
-            raise ValueError(f"{name}: got {value}, expected at least 1")
+def _check(lengths: Sequence[int], seq_length: int) -> None:
     for index, length in enumerate(lengths):
         if not 1 <= length <= seq_length:
             raise ValueError(
