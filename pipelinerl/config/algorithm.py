@@ -36,7 +36,7 @@ class PpoLoss(_Clipped):
 
     policy_loss: Literal["ppo"] = "ppo"
     dual_clip: float | None = Field(
-        default=None, gt=1, description="bound of the loss for negative advantages (dual-clip PPO); null: none"
+        default=None, gt=1, description="bound of the loss for negative advantages; null: none"
     )
 
 
@@ -64,12 +64,8 @@ class SapoLoss(Section):
     """A soft gate in place of clipping (arXiv 2511.20347)."""
 
     policy_loss: Literal["sapo"] = "sapo"
-    soft_gate_positive: float = Field(
-        default=1.0, gt=0, description="how steeply the gate closes where the advantage is positive"
-    )
-    soft_gate_negative: float = Field(
-        default=1.05, gt=0, description="how steeply the gate closes where the advantage is negative"
-    )
+    soft_gate_positive: float = Field(default=1.0, gt=0, description="steepness of the gate for positive advantages")
+    soft_gate_negative: float = Field(default=1.05, gt=0, description="steepness of the gate for negative advantages")
 
 
 class CustomLoss(Section):
@@ -94,9 +90,7 @@ class _Filtered(Section):
 
 
 class _Grouped(_Filtered):
-    divide_advantage_by_std: bool = Field(
-        default=False, description="divide by the standard deviation of the group's rewards"
-    )
+    divide_advantage_by_std: bool = Field(default=False, description="divide by the group's standard deviation")
 
 
 class RlooAdvantage(_Grouped, _Normalized):
@@ -112,9 +106,7 @@ class GrpoAdvantage(_Grouped, _Normalized):
     """Reward minus the group's mean, divided by its standard deviation (arXiv 2402.03300)."""
 
     advantage_estimator: Literal["grpo"] = "grpo"
-    divide_advantage_by_std: bool = Field(
-        default=True, description="divide by the standard deviation of the group's rewards"
-    )
+    divide_advantage_by_std: bool = Field(default=True, description="divide by the group's standard deviation")
 
 
 class DrGrpoAdvantage(_Filtered, _Normalized):
@@ -142,7 +134,7 @@ class GaeAdvantage(Section):
     gae_lambda: float = Field(default=1.0, ge=0, le=1, description="lambda of generalized advantages")
     value_loss_coef: float = Field(default=0.1, gt=0, description="weight of the value loss")
     critic_learning_rate: float | None = Field(
-        default=None, gt=0, description="peak learning rate of the value head; null: finetune.learning_rate"
+        default=None, gt=0, description="peak learning rate of the value head; null: as the policy"
     )
 
 
@@ -221,15 +213,13 @@ class RLConfig(FlatSection):
         default="sample", description="denominator of the loss (docs/algorithms.md)"
     )
     constant_length_tokens: int | None = Field(
-        default=None, ge=1, description="tokens per sample that aggregation=constant_length divides by"
+        default=None, ge=1, description="denominator of aggregation=constant_length"
     )
     relu_log_p_weights: bool = Field(default=False, description="treat negative advantages as 0")
-    gamma: float = Field(
-        default=1.0, gt=0, le=1, description="discount: per token in generalized advantages, per turn in step rewards"
-    )
+    gamma: float = Field(default=1.0, gt=0, le=1, description="discount per token (gae) or per turn (step rewards)")
     kl_coef: float = Field(default=0.0, ge=0, description="weight of KL to the reference model in the loss")
     final_kl_coef: float | None = Field(
-        default=None, ge=0, description="value of kl_coef at the end of training, reached linearly; null: kl_coef"
+        default=None, ge=0, description="kl_coef at the end, reached linearly; null: constant"
     )
     kl_estimator: Literal["k1", "k2", "k3"] = Field(default="k3", description="estimator of KL in the loss")
     reward_minus_kl_coef: float = Field(default=0.0, ge=0, description="weight of KL in the reward of each token")
@@ -238,14 +228,12 @@ class RLConfig(FlatSection):
         description="where reference log-probs come from: servers, a frozen model next to the trainer (local), or "
         "servers if the world has them (auto)",
     )
-    reference_offload: bool = Field(
-        default=False, description="keep the local reference model in host memory between steps"
-    )
+    reference_offload: bool = Field(default=False, description="keep the local reference in host memory between steps")
     entropy_bonus: float = Field(default=0.0, ge=0, description="weight of the entropy in the loss")
     final_entropy_bonus: float | None = Field(
         default=None,
         ge=0,
-        description="value of entropy_bonus at the end of training, reached linearly; null: entropy_bonus",
+        description="entropy_bonus at the end, reached linearly; null: constant",
     )
     target_entropy: float | None = Field(
         default=None,
@@ -254,7 +242,7 @@ class RLConfig(FlatSection):
         "null: no target",
     )
     entropy_bonus_step: float = Field(
-        default=0.005, gt=0, description="change of the entropy bonus per optimizer step, with target_entropy"
+        default=0.005, gt=0, description="change of the bonus per step with target_entropy"
     )
     overlong_filtering: bool = Field(default=False, description="skip samples that were cut at the length limit")
     overlong_buffer_tokens: int = Field(
@@ -264,12 +252,8 @@ class RLConfig(FlatSection):
         default=None, ge=1, description="length limit for overlong_buffer_tokens, in output tokens of a sample"
     )
     overlong_penalty: float = Field(default=1.0, ge=0, description="penalty of an output at that limit")
-    filter_reward_low: float | None = Field(
-        default=None, description="skip groups with a mean reward of at most this; null: none"
-    )
-    filter_reward_high: float | None = Field(
-        default=None, description="skip groups with a mean reward of at least this; null: none"
-    )
+    filter_reward_low: float | None = Field(default=None, description="skip groups with this mean reward or less")
+    filter_reward_high: float | None = Field(default=None, description="skip groups with this mean reward or more")
 
     @property
     def policy_loss(self) -> str:

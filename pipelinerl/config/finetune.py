@@ -25,7 +25,7 @@ class LoraConfig(Section):
         "target_modules; null: a new adapter",
     )
     sync: Literal["merged", "adapter"] = Field(
-        default="merged", description="weight updates send merged matrices, or only the adapter"
+        default="merged", description="what updates send: merged weights or the adapter"
     )
 
     @property
@@ -53,25 +53,19 @@ class FinetuneConfig(Section):
         description="with gradient_accumulation_passes, samples per step; without seq_packing, rows of a micro-batch",
     )
     gradient_accumulation_passes: int = Field(
-        default=1024, ge=1, description="times train_batch_size, samples per optimizer step, over all ranks"
+        default=1024, ge=1, description="samples per step, over all ranks (times train_batch_size)"
     )
     learning_rate: float = Field(default=1e-6, gt=0, description="peak learning rate")
     gradient_clipping_threshold: float | None = Field(
-        default=0.3, gt=0, description="clip the gradient to this norm; null: no clipping"
+        default=0.3, gt=0, description="clip gradients to this norm; null: off"
     )
     lr_scheduler_type: Literal["cosine", "linear", "constant", "constant_with_warmup"] = Field(
         default="cosine", description="schedule of the learning rate"
     )
     num_warmup_steps: int = Field(default=50, ge=0, description="steps over which the learning rate rises to its peak")
-    gradient_checkpointing: bool = Field(
-        default=True, description="recompute activations in the backward pass: less memory, more time"
-    )
-    max_train_steps: int = Field(
-        default=1000, ge=1, description="optimizer steps of the run, and of the learning-rate schedule"
-    )
-    max_epochs: int | None = Field(
-        default=None, ge=1, description="end training after this many passes over the problems; null: no limit"
-    )
+    gradient_checkpointing: bool = Field(default=True, description="recompute activations: less memory, more time")
+    max_train_steps: int = Field(default=1000, ge=1, description="optimizer steps of the run, and of the schedule")
+    max_epochs: int | None = Field(default=None, ge=1, description="end after this many passes over the problems")
     stop_at_success: float | None = Field(
         default=None,
         gt=0,
@@ -79,14 +73,12 @@ class FinetuneConfig(Section):
         description="end training once an evaluation reaches this success_rate over all test data; null: no limit",
     )
     interrupt_train_steps: int = Field(
-        default=-1, ge=-1, description="stop after this step without changing the schedule; -1: off"
+        default=-1, ge=-1, description="stop early, without changing the schedule; -1: off"
     )
-    seq_length: int = Field(
-        default=12000, ge=2, description="tokens of a packed micro-batch, and of the longest sample"
-    )
+    seq_length: int = Field(default=12000, ge=2, description="tokens of a packed micro-batch and of the longest sample")
     seq_packing: bool = Field(default=True, description="pack several samples into one row")
     logprob_chunk_tokens: int = Field(
-        default=1024, ge=1, description="tokens whose log-probs are computed at once; smaller: less memory"
+        default=1024, ge=1, description="tokens per chunk of the output head; less: less memory"
     )
     save_checkpoint_steps: int = Field(default=100, ge=1, description="steps between checkpoints")
     save_checkpoint_minutes: float | None = Field(
@@ -95,7 +87,7 @@ class FinetuneConfig(Section):
         description="also save a checkpoint this many minutes after the last one; null: by steps only",
     )
     also_save_steps: list[Annotated[int, Field(ge=1)]] = Field(
-        default=[], description="further steps at which a checkpoint is saved"
+        default=[], description="further steps with a checkpoint"
     )
     keep_intermediate_checkpoints: bool = Field(default=True, description="keep the models of earlier checkpoints")
     keep_best: str | None = Field(
@@ -106,9 +98,7 @@ class FinetuneConfig(Section):
     )
     keep_last_checkpoints: int | None = Field(default=2, ge=1, description="training states to keep; null: all")
     save_final_training_state: bool = Field(default=True, description="save a training state at the end of the run")
-    trust_remote_code: bool = Field(
-        default=False, description="run Python code from the model's folder, in trainer, servers and actor"
-    )
+    trust_remote_code: bool = Field(default=False, description="run code from the model's folder in all processes")
     record_token_ratios: bool = Field(
         default=True,
         description="record the importance ratio of every trained token for `view`, about 3 bytes each (only with "

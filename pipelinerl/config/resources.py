@@ -17,9 +17,7 @@ _NUMBER = re.compile(r"[0-9]+([KMGT]|(\.[0-9]+)?[kmgt])?")
 
 
 class VLLMConfig(Section):
-    vllm_kwargs: dict[str, Any] = Field(
-        default={}, description="options of the vLLM server, without dashes; an empty string is a bare flag"
-    )
+    vllm_kwargs: dict[str, Any] = Field(default={}, description='options of vLLM without dashes; "": a bare flag')
     kv_cache: Literal["keep", "recompute"] = Field(
         default="keep", description="what happens to the key-value cache of running sequences at an update"
     )
@@ -70,7 +68,7 @@ class Disaggregated(Section):
     """Servers and trainer work at the same time."""
 
     placement: Literal["disaggregated"] = Field(
-        default="disaggregated", description="colocated: servers and trainer alternate on the same GPUs"
+        default="disaggregated", description="colocated: both alternate on the same GPUs"
     )
 
 
@@ -82,7 +80,7 @@ class Colocated(Section):
         default="auto", description="weights of a sleeping server: 1 in host memory, 2 dropped; auto: 1 if they fit"
     )
     offload_optimizer: bool = Field(
-        default=False, description="keep the optimizer state in host memory while servers generate (plain backend)"
+        default=False, description="keep the optimizer state in host memory meanwhile (plain backend)"
     )
 
 
@@ -108,9 +106,7 @@ class WorldConfig(FlatSection):
     the way to split a machine without GPUs)."""
 
     actor_fraction: float = Field(default=4, ge=0, description="share of the GPUs for the servers that sample")
-    preprocessor_fraction: float = Field(
-        default=0, ge=0, description="share of the GPUs for servers of the reference model"
-    )
+    preprocessor_fraction: float = Field(default=0, ge=0, description="share of the GPUs for the reference model")
     finetune_fraction: float = Field(default=4, ge=0, description="share of the GPUs for the trainer")
     servers_per_gpu: Annotated[int, Field(ge=1)] | Literal["auto"] = Field(
         default="auto",
@@ -124,35 +120,25 @@ class WorldConfig(FlatSection):
         "nvidia-cuda-mps-control is installed and no daemon runs yet; false: they take turns",
     )
     num_actor_llms: int | None = Field(
-        default=None, ge=1, description="number of servers that sample, instead of a share (see servers_per_gpu)"
+        default=None, ge=1, description="number of servers that sample, instead of a share"
     )
-    num_preprocessor_llms: int | None = Field(
-        default=None, ge=0, description="number of servers of the reference model, instead of a share"
-    )
-    num_finetune_ranks: int | None = Field(
-        default=None, ge=1, description="number of trainer ranks, instead of a share"
-    )
+    num_preprocessor_llms: int | None = Field(default=None, ge=0, description="reference servers, instead of a share")
+    num_finetune_ranks: int | None = Field(default=None, ge=1, description="trainer ranks, instead of a share")
     actor_gpus: list[list[GpuNumber]] | None = Field(
         default=None,
         min_length=1,
         description="GPUs of each server, such as [[0], [1]], instead of a share; one node only",
     )
-    preprocessor_gpus: list[list[GpuNumber]] | None = Field(
-        default=None, description="the same for servers of the reference model"
-    )
+    preprocessor_gpus: list[list[GpuNumber]] | None = Field(default=None, description="GPUs of each reference server")
     finetune_gpus: list[GpuNumber] | None = Field(
-        default=None, min_length=1, description="GPU of each trainer rank, such as [2, 3]"
+        default=None, min_length=1, description="GPU of each rank, such as [2, 3]"
     )
     device: Literal["auto", "cpu", "cuda"] = Field(default="auto", description="auto: cuda if there are GPUs")
     sharing: Annotated[Disaggregated | Colocated, Choice("placement", flat=True)] = Disaggregated()
     env_replicas: int = Field(default=0, ge=0, description="number of environment servers (see `environment`)")
-    verifier_replicas: int = Field(
-        default=0, ge=0, description="number of verifier servers; 0: each rollout worker grades"
-    )
+    verifier_replicas: int = Field(default=0, ge=0, description="verifier servers; 0: each rollout worker grades")
     actor_group_port: int = Field(default=9000, ge=1024, le=65535, description="first port of weight updates")
-    environment_start_port: int = Field(
-        default=7777, ge=1024, le=65535, description="first port of environment servers"
-    )
+    environment_start_port: int = Field(default=7777, ge=1024, le=65535, description="first port of environments")
     llm_start_port: int = Field(default=8080, ge=1024, le=65535, description="first port of vLLM servers")
     cluster: Literal["auto", "ray"] = Field(
         default="auto",
@@ -165,9 +151,7 @@ class WorldConfig(FlatSection):
         description="machines of the cluster, as [{gpus: 8}, {gpus: 4}]: a dry run plans for them, a run waits for "
         "them; null: all that are there",
     )
-    node_port: int = Field(
-        default=29400, ge=1024, le=65535, description="port of the Ray cluster that the nodes bring up"
-    )
+    node_port: int = Field(default=29400, ge=1024, le=65535, description="port of the Ray cluster of the nodes")
 
     @property
     def placement(self) -> str:
@@ -192,9 +176,7 @@ class WorldConfig(FlatSection):
 class FileStreams(Section):
     """Streams in files below output_dir/streams: for one machine, or a shared disk."""
 
-    backend: Literal["files"] = Field(
-        default="files", description="files, redis, or the dotted path of a module with a class Streams"
-    )
+    backend: Literal["files"] = Field(default="files", description="files, redis, or a module with a class Streams")
     fsync: Literal["never", "interval", "always"] = Field(
         default="never",
         description="interval and always also survive a power cut, never only a crash of the process",
@@ -215,9 +197,7 @@ class RedisStreams(FileStreams):
         "password), else the launcher starts one",
     )
     byte_budget: int = Field(default=2 * 2**30, ge=1, description="memory for the run's streams in Redis, in bytes")
-    backpressure_timeout_s: float = Field(
-        default=600, gt=0, description="how long a writer waits for the reader of a full stream"
-    )
+    backpressure_timeout_s: float = Field(default=600, gt=0, description="how long a writer waits on a full stream")
 
 
 class CustomStreams(FileStreams):
@@ -253,16 +233,14 @@ class SuperviseConfig(Section):
         description="compare log-probs of trainer and servers after every n-th weight update, and end the run if they "
         "differ; 0: after the first update of a start and the last",
     )
-    nodes_timeout_s: float = Field(
-        default=900, gt=0, description="how long node 0 waits for the other nodes, and they for it"
-    )
+    nodes_timeout_s: float = Field(default=900, gt=0, description="how long nodes wait for each other at the start")
     max_restarts: int = Field(
         default=0,
         ge=0,
         description="automatic resumes after the trainer, actor or preprocessor died, or a node was lost",
     )
     max_server_restarts: int = Field(
-        default=3, ge=0, description="restarts of one server within an hour before its end ends the run"
+        default=3, ge=0, description="restarts of one server per hour; one more ends the run"
     )
     server_restart_backoff_s: float = Field(
         default=1,
@@ -285,18 +263,12 @@ class WandbConfig(Section):
 
 
 class TensorBoardConfig(Section):
-    enabled: bool = Field(
-        default=False, description="write event files to output_dir/tensorboard; needs the extra `tensorboard`"
-    )
+    enabled: bool = Field(default=False, description="write output_dir/tensorboard; needs the extra `tensorboard`")
 
 
 class TrackingConfig(Section):
-    sinks: list[str] = Field(
-        default=[], description="dotted paths of your own classes that get every number (docs/metrics.md)"
-    )
-    prometheus_port: int | None = Field(
-        default=None, ge=1, le=65535, description="port on loopback that serves the newest numbers to Prometheus"
-    )
+    sinks: list[str] = Field(default=[], description="dotted paths of your own sinks of metrics (docs/metrics.md)")
+    prometheus_port: int | None = Field(default=None, ge=1, le=65535, description="loopback port for Prometheus")
     trackio_project: str | None = Field(
         default=None,
         min_length=1,
@@ -331,5 +303,5 @@ class DebugConfig(Section):
         "servers keep their first weights",
     )
     streams_from: str | None = Field(
-        default=None, description="output_dir of the run whose streams the preprocessor or trainer alone reads"
+        default=None, description="output_dir of the run whose streams a stage alone reads"
     )

@@ -56,7 +56,7 @@ class PipelineSchedule(Section):
         description="run ahead only as far as the trainer needs, so that samples are fresh; false: always max_lag",
     )
     pop_old_data: bool = Field(
-        default=True, description="with max_lag=null, new groups replace the oldest ready ones when training is slow"
+        default=True, description="with max_lag=null, drop the oldest ready groups when training is slow"
     )
 
 
@@ -73,7 +73,7 @@ class ConventionalSchedule(Section):
     adaptive_lag: ClassVar[bool] = False
     pop_old_data: ClassVar[bool] = False
     steps_per_generation: int = Field(
-        default=1, ge=1, description="optimizer steps per generated round; the lag is 0 to this minus 1 versions"
+        default=1, ge=1, description="optimizer steps per round; the lag is less than this"
     )
 
 
@@ -91,24 +91,18 @@ class RunConfig(FlatSection):
 
     output_dir: str = Field(description="folder that the run writes everything to")
     model_path: str = Field(default="Qwen/Qwen2.5-7B", description="Hugging Face name or folder of the model")
-    seed: int = Field(
-        default=42, ge=0, le=LARGEST_SEED, description="seed of the order of problems, of requests and of the trainer"
-    )
+    seed: int = Field(default=42, ge=0, le=LARGEST_SEED, description="seed of problem order, requests and trainer")
     attempts: int = Field(default=8, ge=1, description="rollouts per problem")
     pacing: Annotated[PipelineSchedule | ConcurrentSchedule | ConventionalSchedule, Choice("schedule", flat=True)] = (
         PipelineSchedule()
     )
     force_restart: bool = Field(default=False, description="start over in an output_dir that already holds a run")
     eval_every_n_versions: int = Field(
-        default=50, ge=0, description="optimizer steps between evaluations; 0: only before and after training"
+        default=50, ge=0, description="steps between evaluations; 0: only before and after"
     )
-    train_subset: dict[str, int] | None = Field(
-        default=None, description="{begin: B, end: E}: train only on these problems"
-    )
+    train_subset: dict[str, int] | None = Field(default=None, description="{begin: B, end: E}: only these problems")
     fp32_lm_head: bool = Field(default=True, description="compute the output head in fp32, in servers and trainer")
-    dataset_loader: str | None = Field(
-        default=None, description="dotted path of the loader of problems (docs/domains.md)"
-    )
+    dataset_loader: str | None = Field(default=None, description="dotted path of the problem loader (docs/domains.md)")
     dataset_loader_params: dict[str, Any] = Field(default={}, description="further arguments of the loader")
     train_dataset_names: list[Any] = Field(default=[], description="data sets for training, passed to the loader")
     test_dataset_names: list[Any] = Field(default=[], description="held-out data sets, passed to the loader")
@@ -121,9 +115,7 @@ class RunConfig(FlatSection):
     environment: dict[str, Any] | None = Field(
         default=None, description="{_target_, arguments}: what environment servers serve (world.env_replicas)"
     )
-    custom: dict[str, Any] = Field(
-        default={}, description="settings of your own task, not checked; `cfg.custom` in your code"
-    )
+    custom: dict[str, Any] = Field(default={}, description="settings of your own task (`cfg.custom`), not checked")
     actor: ActorConfig = ActorConfig()
     agent: AgentConfig = AgentConfig()
     preprocess: PreprocessConfig = PreprocessConfig()
@@ -137,7 +129,7 @@ class RunConfig(FlatSection):
     rewards: RewardsConfig = RewardsConfig()
     verifier: VerifierConfig = VerifierConfig()
     sandbox_endpoint: str | None = Field(
-        default=None, description="SandboxFusion server for coding; null: SANDBOX_ENDPOINT, else a local sandbox"
+        default=None, description="SandboxFusion server; null: SANDBOX_ENDPOINT, else local"
     )
     supervise: SuperviseConfig = SuperviseConfig()
     wandb: WandbConfig = WandbConfig()

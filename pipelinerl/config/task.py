@@ -65,18 +65,12 @@ class Example(Section):
 
 
 class ActorConfig(Section):
-    rollout_policy: str | None = Field(
-        default=None, description="dotted path of the rollout function (docs/domains.md)"
-    )
+    rollout_policy: str | None = Field(default=None, description="dotted path of the rollout function")
     llm_max_rollouts: int = Field(default=64, ge=1, description="concurrent rollouts per server")
     rollout_workers: int = Field(default=1, ge=1, description="processes that run rollouts")
-    discount_factor: float = Field(
-        default=1.0, gt=0, le=1, description="discount of the reward per output token, in built-in tasks"
-    )
-    rollout_timeout_s: float = Field(
-        default=600, gt=0, description="time limit of a rollout; then it is canceled and counts as failed"
-    )
-    request_timeout_s: float = Field(default=300, gt=0, description="time limit of a request; then it is retried")
+    discount_factor: float = Field(default=1.0, gt=0, le=1, description="discount per output token, in built-in tasks")
+    rollout_timeout_s: float = Field(default=600, gt=0, description="time limit of a rollout; a longer one fails")
+    request_timeout_s: float = Field(default=300, gt=0, description="time limit of a request; a longer one is retried")
     max_retries: int = Field(default=3, ge=0, description="retries of a rollout or request after a transient failure")
     max_failure_rate: float = Field(
         default=0.5, gt=0, le=1, description="end the run if a larger share of the latest rollouts (at least 32) failed"
@@ -86,7 +80,7 @@ class ActorConfig(Section):
         default=100, ge=0, description="rollouts of each evaluation that `samples --evaluation` shows; null: all"
     )
     evaluation_concurrency: int | None = Field(
-        default=None, ge=1, description="concurrent rollouts of an evaluation; null: the servers' slots"
+        default=None, ge=1, description="rollouts of an evaluation at once; null: all slots"
     )
     agent_func_path: str | None = Field(
         default=None, description="Python file with `async step(state, action, label, **kwargs)` (docs/agents.md)"
@@ -95,9 +89,7 @@ class ActorConfig(Section):
         default=None,
         description="system prompt of built-in tasks in place of their own, and with agent.apply_chat_template",
     )
-    task_template: str | None = Field(
-        default=None, description="text around `{task}`, in built-in tasks with one question"
-    )
+    task_template: str | None = Field(default=None, description="text around `{task}` in tasks with one question")
     examples: list[Example] = Field(
         default=[],
         description="[{task, answer}, ...]: earlier turns of the dialogue, in built-in tasks with one question",
@@ -118,19 +110,15 @@ class AgentConfig(Section):
     label_key: str | None = Field(default=None, description="column of the labels; null: empty labels")
     apply_chat_template: bool = Field(default=False, description="format prompts with the model's chat template")
     prompt_max_len: int = Field(default=1024, ge=1, description="longest prompt in tokens; longer ones are dropped")
-    max_samples: int | None = Field(
-        default=None, ge=1, description="use only this many rows, from the beginning; null: all"
-    )
+    max_samples: int | None = Field(default=None, ge=1, description="rows used, from the beginning; null: all")
     max_steps: int = Field(default=64, ge=1, description="calls of the agent function per rollout")
     reward: Literal["sum", "last"] = Field(default="sum", description="sum of the steps' rewards, or the last one")
-    action_special_tokens: bool = Field(
-        default=False, description="keep special tokens, end token and stop string in the action"
-    )
+    action_special_tokens: bool = Field(default=False, description="keep special tokens and stop string in the action")
 
 
 class PreprocessConfig(Section):
     ring_buffer_size: int = Field(
-        default=128, ge=1, description="ready batches to keep when training is slow and max_lag is null"
+        default=128, ge=1, description="most batches that wait for the trainer with max_lag=null"
     )
 
 
@@ -140,9 +128,7 @@ class RewardsConfig(Section):
     The eight numbers are the component `outcome`: reward by kind of answer. `finished`: the model ended its answer.
     """
 
-    components: dict[str, float] = Field(
-        default={"outcome": 1.0}, description="weights of outcome, soft_length, difficulty_length"
-    )
+    components: dict[str, float] = Field(default={"outcome": 1.0}, description="weights of the components")
     correct_answer_finished: float = Field(default=1.0, description="reward of this kind of answer")
     correct_answer_not_finished: float = Field(default=0.0, description="reward of this kind of answer")
     wrong_answer_finished: float = Field(default=0.0, description="reward of this kind of answer")
@@ -151,12 +137,8 @@ class RewardsConfig(Section):
     no_answer_not_finished: float = Field(default=0.0, description="reward of this kind of answer")
     unparsable_finished: float = Field(default=0.0, description="reward of this kind of answer")
     unparsable_not_finished: float = Field(default=0.0, description="reward of this kind of answer")
-    buffer_tokens: int = Field(
-        default=0, ge=0, description="tokens before the length limit that are penalized (soft_length)"
-    )
-    easy_tokens: int = Field(
-        default=256, ge=1, description="tokens that the answer to the easiest problem may have (difficulty_length)"
-    )
+    buffer_tokens: int = Field(default=0, ge=0, description="tokens before the limit that cost reward (soft_length)")
+    easy_tokens: int = Field(default=256, ge=1, description="budget of the easiest problem (difficulty_length)")
 
 
 class VerifierConfig(Section):
