@@ -47,14 +47,6 @@ _BETTER = 0.9
 
 
 @dataclass(frozen=True)
-class Hardware:
-    """One card of the run (or the cores of a machine), and the memory of a machine."""
-
-    machine: Machine
-    host_bytes: float
-
-
-@dataclass(frozen=True)
 class CardUse:
     """What one GPU (or the memory of a machine) holds at its peak."""
 
@@ -70,7 +62,7 @@ class RunForecast:
 
     config: RunConfig
     world: WorldMap
-    hardware: Hardware
+    machine: Machine
     shape: ModelShape
     trainer: TrainerSetup | None
     server: ServerSetup | None
@@ -86,27 +78,27 @@ class RunForecast:
     @property
     def fits(self) -> bool:
         """Whether all peaks fit, and a server's cache holds one request."""
-        room, server = self.hardware.machine.memory_bytes, self.server
+        room, server = self.machine.memory_bytes, self.server
         has_cache = server is None or cache_tokens(server, server_memory(server, room)) >= server.max_tokens
         return has_cache and all(use.memory.total <= room for use in self.uses)
 
 
-def hardware_here(config: RunConfig, cluster: Cluster) -> Hardware | None:
+def machine_here(config: RunConfig, cluster: Cluster) -> Machine | None:
     """What the run would use; unknown machines are taken to be like this one. None: its GPUs are configured but not
     here."""
     memory = cluster.host_bytes(range(cluster.world_size)) or memory_of_machine()
     if config.world.device == "cpu" or not cluster.num_gpus:
-        return Hardware(cpu_machine(memory, cluster.cores), memory)
+        return cpu_machine(memory, cluster.cores)
     if cluster.gpu_bytes is None:
         return None
     first = next(machine.gpus[0] for machine in cluster.nodes if machine.gpus)
-    return Hardware(card_machine(cards_of([first])[0].name, cluster.gpu_bytes), memory)
+    return replace(card_machine(cards_of([first])[0].name, cluster.gpu_bytes), host_bytes=memory)
 
 
 def forecast_run(
     config: RunConfig,
     world: WorldMap,
-    hardware: Hardware,
+    machine: Machine,
     shape: ModelShape,
     tokens: tuple[float, float] | None = None,
 ) -> RunForecast:
@@ -127,9 +119,9 @@ def forecast_run(
     work = Work(config.finetune.samples_per_step, prompt, answer, config.actor.llm_max_rollouts)
     step = None
     if trainer and server and layout.servers:
-        step = step_forecast(trainer, server, layout, work, hardware.machine)
-    uses = [*_uses(config, world, hardware, trainer, server)]
-    return RunForecast(config, world, hardware, shape, trainer, server, layout, uses, work, step)
+        step = step_forecast(trainer, server, layout, work, machine)
+    uses = [*_uses(config, world, machine, trainer, server)]
+    return RunForecast(config, world, machine, shape, trainer, server, layout, uses, work, step)
 
 
 def _assumed_tokens(config: RunConfig) -> tuple[float, float]:
@@ -156,7 +148,7 @@ def _layout(config: RunConfig, world: WorldMap) -> Layout:
 
 
 def _uses(
-    config: RunConfig, world: WorldMap, hardware: Hardware, trainer: TrainerSetup | None, server: ServerSetup | None
+    config: RunConfig, world: WorldMap, machine: Machine, trainer: TrainerSetup | None, server: ServerSetup | None
 ) -> Iterator[CardUse]:
     """What each card holds."""
     jobs = defaultdict[tuple[int, str], list[str]](list)
@@ -169,7 +161,7 @@ def _uses(
         places = [place for place, _ in group]
         names = ", ".join(gpu if world.world_size == 1 else f"{node}:{gpu}" for node, gpu in sorted(places))
         servers, ranks = kinds.count("server"), kinds.count("rank")
-        of_server = server_memory(server, hardware.machine.memory_bytes) if server and servers else Memory({}, {})
+        of_server = server_memory(server, machine.memory_bytes) if server and servers else Memory({}, {})
         of_rank = trainer_memory(trainer) if trainer and ranks else Memory({}, {})
         fixed = servers * least_of_server(server) if server else 0.0
         needed = ranks * least_memory(trainer) if trainer else 0.0
@@ -204,7 +196,7 @@ def faults_of(forecast: RunForecast) -> list[ConfigError]:
 
 
 def _trainer_faults(forecast: RunForecast) -> Iterator[ConfigError]:
-    room, trainer, config = forecast.hardware.machine.memory_bytes, forecast.trainer, forecast.config
+    room, trainer, config = forecast.machine.memory_bytes, forecast.trainer, forecast.config
     for use in forecast.uses:
         if use.least <= room or "rank" not in use.jobs:  # servers alone: see `_server_faults`
             continue
@@ -220,17 +212,17 @@ def _trainer_faults(forecast: RunForecast) -> Iterator[ConfigError]:
         )
     of_node = Counter(job.node_rank for job in forecast.world.jobs_of("finetune"))
     host = trainer_memory(trainer).host_total * max(of_node.values()) if trainer else 0
-    if host > forecast.hardware.host_bytes:
+    if host > forecast.machine.host_bytes:
         yield ConfigError(
             "backend.config",
             getattr(config.backend, "config", config.backend.type),
-            f"at most {_gib(forecast.hardware.host_bytes)} of memory in the machine; it needs {_gib(host)} there",
+            f"at most {_gib(forecast.machine.host_bytes)} of memory in the machine; it needs {_gib(host)} there",
             "Use a stage without offload and more ranks, or finetune.lora.enabled=true.",
         )
 
 
 def _server_faults(forecast: RunForecast) -> Iterator[ConfigError]:
-    server, machine = forecast.server, forecast.hardware.machine
+    server, machine = forecast.server, forecast.machine
     if server is None or server.on_cpu:
         return
     # With a cache of a fixed size vLLM ignores its share.
@@ -248,13 +240,13 @@ def _server_faults(forecast: RunForecast) -> Iterator[ConfigError]:
 
 def advice_text(forecast: RunForecast) -> str:
     """The smallest changes that make the trainer fit."""
-    trainer, machine, layout, found = forecast.trainer, forecast.hardware.machine, forecast.layout, list[Remedy]()
+    trainer, machine, layout, found = forecast.trainer, forecast.machine, forecast.layout, list[Remedy]()
     if trainer is not None:
         # Other jobs keep what they hold on the GPUs of the trainer.
         own = trainer_memory(trainer).total
         others = max((use.memory.total - own for use in forecast.uses if "rank" in use.jobs), default=0.0)
         room, cards = machine.memory_bytes - max(0.0, others), max(1, forecast.cards - layout.servers // layout.on_card)
-        found = remedies(trainer, room, forecast.hardware.host_bytes, cards, longest_sample(forecast.config))
+        found = remedies(trainer, room, forecast.machine.host_bytes, cards, longest_sample(forecast.config))
     if not found:
         return "Use a smaller model, or a machine with more memory."
     return "It fits with " + ", or ".join(f"{each.overrides} ({_gib(each.peak)})" for each in found[:3]) + "."
@@ -262,7 +254,7 @@ def advice_text(forecast: RunForecast) -> str:
 
 def _smaller_cache(forecast: RunForecast, use: CardUse) -> str | None:
     """How much of the GPU the servers may use, if a smaller cache is enough to make room."""
-    room, server = forecast.hardware.machine.memory_bytes, forecast.server
+    room, server = forecast.machine.memory_bytes, forecast.server
     cache, excess = use.memory.parts.get(CACHE, 0.0), use.memory.total - room
     if server is None or server.on_cpu or "rank" not in use.jobs or excess > cache / 2:
         return None
@@ -274,7 +266,7 @@ def _smaller_cache(forecast: RunForecast, use: CardUse) -> str | None:
 
 def lines_of(forecast: RunForecast) -> list[str]:
     """The forecast as lines for the user."""
-    machine, shape = forecast.hardware.machine, forecast.shape
+    machine, shape = forecast.machine, forecast.shape
     where = machine.name if machine.on_cpu else f"{forecast.cards} x {machine.name}"
     source = "a guess by its name" if shape.source == "name" else f"from its {shape.source}"
     lines = [f"forecast: {_billions(shape)} parameters ({source}) on {where} with {_gib(machine.memory_bytes)}"]
@@ -310,7 +302,7 @@ def better_split(forecast: RunForecast) -> str | None:
     trainer, server, step = forecast.trainer, forecast.server, forecast.step
     if trainer is None or server is None or step is None or forecast.cards < 2 or trainer.on_cpu:
         return None
-    room, splits = forecast.hardware.machine.memory_bytes, list[tuple[float, int, int]]()
+    room, splits = forecast.machine.memory_bytes, list[tuple[float, int, int]]()
     for ranks in range(1, forecast.cards):
         servers = (forecast.cards - ranks) // server.gpus * forecast.layout.on_card
         other, layout = (
@@ -318,7 +310,7 @@ def better_split(forecast: RunForecast) -> str | None:
             replace(forecast.layout, servers=servers, shared=False, turns=False),
         )
         if servers and trainer_memory(other).total <= room:
-            found = step_forecast(other, server, layout, forecast.work, forecast.hardware.machine)
+            found = step_forecast(other, server, layout, forecast.work, forecast.machine)
             splits.append((found.step_s, servers, ranks))
     seconds, servers, ranks = min(splits, key=lambda split: split[0], default=(math.inf, 0, 0))
     if seconds >= _BETTER * (step.step_s if forecast.fits else math.inf):

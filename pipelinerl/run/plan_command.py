@@ -20,13 +20,12 @@ from pipelinerl.config import RunConfig
 from pipelinerl.config.compose import compose
 from pipelinerl.errors import EXIT_USER_ERROR, ConfigError
 from pipelinerl.run.fit import (
-    Hardware,
     RunForecast,
     better_split,
     faults_of,
     forecast_run,
-    hardware_here,
     lines_of,
+    machine_here,
 )
 from pipelinerl.run.model_folder import read_shape
 from pipelinerl.run.preflight import Start, check_disk
@@ -42,7 +41,7 @@ from pipelinerl.world import (
     usable_cores,
 )
 from pipelinerl.world.forecast import GIB, trainer_memory
-from pipelinerl.world.rates import CARDS, card_kind, card_machine, cpu_machine
+from pipelinerl.world.rates import CARDS, Machine, card_kind, card_machine, cpu_machine
 
 #: The first steps compile kernels and wait for the first samples.
 _WARM_UP_STEPS = 2
@@ -69,9 +68,9 @@ def main(argv: list[str]) -> int:
         expected = "a model of known size: a folder with config.json, one in the hub's cache, or a name like X-7B"
         raise ConfigError("model_path", config.model_path, expected, "Download its config.json first.")
     cluster = _cluster(args, config)
-    hardware = _hardware(args, hardware_here(config, cluster), cluster.num_gpus > 0 and config.world.device != "cpu")
+    hardware = _hardware(args, machine_here(config, cluster), cluster.num_gpus > 0 and config.world.device != "cpu")
     if cluster.num_gpus:
-        size = int(hardware.machine.memory_bytes)
+        size = int(hardware.memory_bytes)
         cluster = replace(cluster, nodes=tuple(replace(machine, gpu_bytes=size) for machine in cluster.nodes))
     world = build_world_map(config, cluster, model=shape)
     forecast = forecast_run(config, world, hardware, shape, _tokens(args))
@@ -123,7 +122,7 @@ def _cluster(args: argparse.Namespace, config: RunConfig) -> Cluster:
     return Cluster.alike(machine, ClusterMember(args.nodes or (here.world_size if here else 1)))
 
 
-def _hardware(args: argparse.Namespace, here: Hardware | None, has_gpus: bool) -> Hardware:
+def _hardware(args: argparse.Namespace, here: Machine | None, has_gpus: bool) -> Machine:
     """The machine that the flags describe, and this one for the rest.
 
     Raises:
@@ -131,13 +130,14 @@ def _hardware(args: argparse.Namespace, here: Hardware | None, has_gpus: bool) -
     """
     host = args.ram_gib * GIB if args.ram_gib else memory_of_machine()
     if not has_gpus:
-        return Hardware(cpu_machine(host, args.cores or usable_cores()), host)
+        return cpu_machine(host, args.cores or usable_cores())
     if args.card is not None or args.gpu_memory_gib is not None:
         if args.card is not None and card_kind(args.card) is None:
             raise ConfigError("--card", args.card, f"one of {', '.join(CARDS)}", "Or give --gpu-memory-gib alone.")
         memory = args.gpu_memory_gib * GIB if args.gpu_memory_gib else None
-        return Hardware(card_machine(args.card or f"GPU of {args.gpu_memory_gib:g} GiB", memory), host)
-    if here is None or here.machine.on_cpu:
+        machine = card_machine(args.card or f"GPU of {args.gpu_memory_gib:g} GiB", memory)
+        return replace(machine, host_bytes=host)
+    if here is None or here.on_cpu:
         raise ConfigError("--card", None, f"the kind of GPU: {', '.join(CARDS)}", "Or give --gpu-memory-gib.")
     return replace(here, host_bytes=host)
 
@@ -175,7 +175,7 @@ def _compare(args: argparse.Namespace) -> None:
     seen = recorded_steps(run.run_dir.metrics_file)
     machine = ClusterNode.from_env(os.environ)
     cluster = Cluster.alike(machine, ClusterMember.from_env(os.environ, config.world.cluster))
-    hardware = _hardware(args, hardware_here(config, cluster), world.device == "cuda")
+    hardware = _hardware(args, machine_here(config, cluster), world.device == "cuda")
     samples = seen.get("finetune/samples") or 1.0
     output = (seen.get("finetune/output_tokens") or 0.0) / samples
     prompt = max(0.0, (seen.get("finetune/tokens") or 0.0) / samples - output)
@@ -220,7 +220,7 @@ def changes(forecast: RunForecast, seen: Mapping[str, float]) -> list[str]:
     """Changes that the record of a run suggests."""
     step_s, waited = seen.get("finetune/step_s") or 0.0, seen.get("finetune/wait_data_s") or 0.0
     config, lines = forecast.config, list[str]()
-    room = forecast.hardware.machine.memory_bytes / GIB
+    room = forecast.machine.memory_bytes / GIB
     peak = seen.get("finetune/gpu_memory_reserved_peak_gib")
     if step_s and waited > _MUCH_WAITING * step_s:
         lines.append(

@@ -29,7 +29,7 @@ from pipelinerl.domains.shapes import SHAPES
 from pipelinerl.errors import EXIT_USER_ERROR, ConfigError, DomainError, UserError
 from pipelinerl.inference.arguments import check_names, check_options, foreign_variables
 from pipelinerl.role import SECRET_KEYS
-from pipelinerl.run.fit import faults_of, forecast_run, hardware_here, lines_of
+from pipelinerl.run.fit import faults_of, forecast_run, lines_of, machine_here
 from pipelinerl.run.last_error import LogPart, last_error, user_error
 from pipelinerl.run.model_folder import (
     check_adapter,
@@ -187,13 +187,13 @@ def check_fit(start: Start) -> list[str]:
 
     Only sizes from weight files refuse a run: for a `config.json` or a name the formula may count other layers.
     """
-    hardware, shape = hardware_here(start.config, start.cluster), read_shape(start.config.model_path)
-    if hardware is None or shape is None:
+    machine, shape = machine_here(start.config, start.cluster), read_shape(start.config.model_path)
+    if machine is None or shape is None:
         return []
     world = build_world_map(start.config, start.cluster, model=shape)
     with_ranks = {job.node_rank for job in world.jobs_of("finetune")}
-    host_bytes = start.cluster.host_bytes(with_ranks) or hardware.host_bytes
-    forecast = forecast_run(start.config, world, replace(hardware, host_bytes=host_bytes), shape)
+    host_bytes = start.cluster.host_bytes(with_ranks) or machine.host_bytes
+    forecast = forecast_run(start.config, world, replace(machine, host_bytes=host_bytes), shape)
     faults = faults_of(forecast)
     if faults and shape.source == "weight files":
         raise faults[0]

@@ -94,17 +94,18 @@ _MEASURED_CARDS = ("h200",)
 
 @dataclass(frozen=True)
 class Machine:
-    """What a job computes on: a GPU, or a number of CPU cores."""
+    """What a job computes on: a GPU with `memory_bytes` in a machine with `host_bytes`, or cores of a machine."""
 
     name: str
     memory_bytes: float
     flops: float
     bandwidth: float
     on_cpu: bool = False
+    host_bytes: float = 0.0
 
 
 def cpu_machine(memory_bytes: float, cores: int) -> Machine:
-    return Machine(f"{cores} CPU cores", memory_bytes, cores * _CPU_CORE_FLOPS, _CPU_BANDWIDTH, on_cpu=True)
+    return Machine(f"{cores} CPU cores", memory_bytes, cores * _CPU_CORE_FLOPS, _CPU_BANDWIDTH, True, memory_bytes)
 
 
 def _is_named(key: str, name: str) -> bool:

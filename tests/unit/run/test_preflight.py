@@ -20,7 +20,7 @@ from pipelinerl import launch
 from pipelinerl.config import RunConfig
 from pipelinerl.errors import ConfigError, UserError
 from pipelinerl.run import preflight
-from pipelinerl.run.fit import Hardware, faults_of, forecast_run
+from pipelinerl.run.fit import faults_of, forecast_run
 from pipelinerl.run.model_folder import count_parameters
 from pipelinerl.run.preflight import Start, check_dry_run, function_fault
 from pipelinerl.world import Cluster, ClusterNode, build_world_map, usable_cores
@@ -362,8 +362,8 @@ def test_only_counted_weights_refuse_a_start(monkeypatch: pytest.MonkeyPatch, so
     shape = guess_shape("x/70b")
     assert shape is not None
     monkeypatch.setattr(preflight, "read_shape", lambda path: replace(shape, source=source))
-    hardware = Hardware(card_machine("H100", 80e9), 10**12)
-    monkeypatch.setattr(preflight, "hardware_here", lambda config, cluster: hardware)
+    machine = replace(card_machine("H100", 80e9), host_bytes=10**12)
+    monkeypatch.setattr(preflight, "machine_here", lambda config, cluster: machine)
     run = replace(start({}, gpus=("0", "1")), is_dry_run=is_dry_run)
     if source == "weight files":
         with pytest.raises(ConfigError):
@@ -381,7 +381,7 @@ def test_host_memory_is_that_of_the_nodes_with_ranks(monkeypatch: pytest.MonkeyP
     config = RunConfig.model_validate({"output_dir": "x", "world": {"num_actor_llms": 1, "num_finetune_ranks": 1}})
     seen: list[float] = []
     monkeypatch.setattr(preflight, "read_shape", lambda path: guess_shape("x/7b"))
-    monkeypatch.setattr(preflight, "faults_of", lambda forecast: seen.append(forecast.hardware.host_bytes) or [])
+    monkeypatch.setattr(preflight, "faults_of", lambda forecast: seen.append(forecast.machine.host_bytes) or [])
     cluster = Cluster(tuple(nodes))
     for known in (cluster, replace(cluster, nodes=(nodes[0], replace(nodes[1], host_bytes=5e11), nodes[2]))):
         preflight.check_fit(Start(config, known, {}))
@@ -405,5 +405,5 @@ def test_weights_of_a_server_that_do_not_fit_its_gpu(name: str, kwargs: dict[str
     run, shape = start({"vllm_config": {"vllm_kwargs": kwargs}}, gpus=("0", "1")), guess_shape(name)
     assert shape is not None
     world = build_world_map(run.config, run.cluster, model=shape)
-    faults = faults_of(forecast_run(run.config, world, Hardware(card_machine("H100", 80e9), 10**12), shape))
+    faults = faults_of(forecast_run(run.config, world, replace(card_machine("H100", 80e9), host_bytes=10**12), shape))
     assert any(fault.key.endswith("tensor-parallel-size") for fault in faults) == is_refused
