@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import os
 import socket
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from queue import SimpleQueue
 from types import SimpleNamespace
 from typing import Any
 from unittest.mock import MagicMock
 
+import psutil
 import pytest
 
 pytest.importorskip("ray")
@@ -212,6 +216,35 @@ def test_the_head_has_a_port_of_its_own_and_no_memory_monitor(monkeypatch: pytes
     assert caught.value.key == "world.node_port" and environs == []
     with bring_up.ray_here(config, member, MACHINE, events):
         assert environs[0]["RAY_memory_monitor_refresh_ms"] == "0"
+
+
+KEPT = """
+import os, subprocess, sys
+from pipelinerl.run.processes import kept
+stays = "trap '' TERM; while :; do sleep 1; done"
+words = ["sh", "-c", f'setsid sh -c "{stays}" & setsid setsid sh -c "{stays}" & echo started; {sys.argv[1]}']
+keeper = subprocess.Popen(kept(words), stdout=subprocess.PIPE)
+keeper.stdout.readline()
+if sys.argv[1] == "wait":
+    os.kill(os.getpid(), 9)
+keeper.wait()
+"""
+
+
+@pytest.mark.parametrize("ends", ["wait", "exit 3"])
+def test_o5_nothing_of_a_kept_command_outlives_it_or_who_started_it(ends: str) -> None:
+    mark = f"kept-{os.getpid()}-{ends}"
+    subprocess.run([sys.executable, "-c", KEPT, ends], env={**os.environ, "KEPT": mark}, timeout=60, check=False)
+    deadline = time.monotonic() + 30
+    while left := [each for each in psutil.process_iter() if _environ(each).get("KEPT") == mark]:
+        assert time.monotonic() < deadline, left
+        time.sleep(0.1)
+
+
+def _environ(process: psutil.Process) -> dict[str, str]:
+    with suppress(psutil.Error):
+        return dict(process.environ())
+    return {}
 
 
 def test_a_node_ends_with_the_outcome_that_its_agent_leaves(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
