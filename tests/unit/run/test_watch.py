@@ -259,6 +259,18 @@ def test_a_server_is_not_started_on_a_node_that_does_not_answer(monkeypatch: pyt
     assert outcome is not None and outcome.job == "actor_llm_1"
 
 
+@pytest.mark.parametrize("answers", [True, False])
+def test_a_run_whose_node_is_gone_before_its_jobs_are_started_is_resumed(
+    monkeypatch: pytest.MonkeyPatch, answers: bool
+) -> None:
+    run = SavingRun(servers_on=(0, 1))
+    monkeypatch.setattr(run.nodes[1], "answers", answers)
+    monkeypatch.setattr(run.nodes[1], "start", MagicMock(side_effect=OSError("no")))
+    command = next(each for each in run.supervisor._session.commands if each.job.name == "actor_llm_1")
+    outcome = run.supervisor._spawn(command)
+    assert outcome is not None and can_resume(outcome) == (not answers)
+
+
 def test_a_node_that_is_gone_is_named_and_not_asked_to_end_its_jobs(tmp_path: Path) -> None:
     run = SavingRun(trainers=2, ranks_on=(0, 1))
     run.supervisor._last_tick = time.monotonic()
