@@ -20,7 +20,7 @@ COMMANDS = {
     "status": ("pipelinerl.run.status", "show what the processes of a run are doing"),
     "audit": ("pipelinerl.analysis.audit", "account for every sample of a run"),
     "samples": ("pipelinerl.analysis.samples", "show what the model said in a run"),
-    "view": ("pipelinerl.analysis.view.view_command", "show runs in the browser, while they go on and afterwards"),
+    "view": ("pipelinerl.analysis.view.view_command", "show runs in the browser, live or afterwards"),
     "replay": ("pipelinerl.analysis.replay", "train a run again from its recorded streams and compare"),
     "pool": ("pipelinerl.run.pool_command", "list, add and remove the servers of a running run"),
     "completion": ("pipelinerl.shell_completion", "print the completion script of a shell"),

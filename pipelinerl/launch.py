@@ -187,7 +187,7 @@ def launch(composed: ComposedConfig, config: RunConfig, find: FindNodes) -> int:
                 raise
             is_over = not can_resume(outcome) or len(restarts) >= config.supervise.max_restarts
             if not is_over and outcome.signum is not None:
-                say(f"{signal.Signals(outcome.signum).name} came while the run failed: it is not restarted")
+                say(f"{signal.Signals(outcome.signum).name} arrived while the run was failing: not restarting it")
                 is_over = True
             if is_over:
                 place.end(outcome)
@@ -320,7 +320,7 @@ def _follow_answers(session: RunSession, hub: StreamHub) -> Feed[PoolAnswer]:
             session.events.put(entry.record)
 
     def fail(error: BaseException) -> None:
-        session.events.put(StreamFailed(f"launch: the trainer's answers on servers cannot be followed: {error}"))
+        session.events.put(StreamFailed(f"launch: cannot follow the trainer's messages about servers: {error}"))
 
     return Feed(hub.reader(POOL_TOPIC, TRAINER, PoolAnswer), listen, "pool", fail).start()
 
@@ -349,7 +349,7 @@ def _settle_best(session: RunSession, collector: Collector) -> dict[str, Any] | 
         best.drop_rest()
         found = best.best
     except OSError as error:
-        logger.warning("the best model is not settled: %s", error)
+        logger.warning("the best model could not be determined: %s", error)
         return None
     names = ("version", "metric", "value", "min_version", "max_version")
     return None if found is None else {name: getattr(found, name) for name in names}

@@ -276,7 +276,7 @@ class Actor:
             for count in Counter(sample_id.rpartition("/")[0] for sample_id in sample_ids).values():
                 self.budget.observe_rollout(count)
         logger.info(
-            "restarted at version %d with %d samples in flight; %d groups run again",
+            "restarted at version %d with %d samples in flight; %d groups restart",
             version,
             self.budget.charged_samples,
             len(started.numbers_due),
@@ -362,7 +362,7 @@ async def wait_for_servers(urls: list[str], token: str, timeout_s: float) -> Non
         try:
             await asyncio.gather(*(ControlClient(session, url, url).wait_healthy(timeout_s) for url in urls))
         except WeightSyncError as error:
-            raise WorkerError(f"the servers {', '.join(urls)} did not all come up in {timeout_s:g} s") from error
+            raise WorkerError(f"the servers {', '.join(urls)} did not all start within {timeout_s:g} s") from error
 
 
 def root_cause(errors: BaseExceptionGroup[BaseException]) -> BaseException:

@@ -88,7 +88,7 @@ class Membership:
         self._refresh(member)
         if change.event == "down":
             lost = self._workers.fail_rollouts_of(member.index)
-            logger.warning("%s went away (%s); %d rollouts run again elsewhere", change.name, change.reason, lost)
+            logger.warning("%s was lost (%s); %d rollouts restart elsewhere", change.name, change.reason, lost)
 
     def apply_answer(self, answer: PoolAnswer) -> None:
         """Handle what the trainer reports about a server."""

@@ -335,7 +335,7 @@ class WorkerPool:
         for worker in self._workers:
             for ticket, pending in list(worker.pending.items()):
                 if pending.server == server and not pending.answer.done():
-                    message = f"server {server} went away"
+                    message = f"server {server} was lost"
                     pending.answer.set_result(RolloutFailed(ticket, SERVER_LOST, message, transient=True))
                     self._cancel(worker, ticket)
                     lost += 1
@@ -417,7 +417,7 @@ class WorkerPool:
                 f"{len(worker.pending)} rollouts running; its last output is above, in the actor's stderr.log"
             )
         logger.warning(
-            "user code held rollout worker %d for too long (see the traceback above); the worker is replaced and "
+            "user code blocked rollout worker %d for too long (see the traceback above); the worker is replaced and "
             "%d rollouts are tried again",
             worker.index,
             len(worker.pending),
@@ -428,7 +428,7 @@ class WorkerPool:
         self._workers.remove(worker)
         for ticket, pending in worker.pending.items():
             if not pending.answer.done():
-                failure = RolloutFailed(ticket, "blocked_worker", "user code held the worker", transient=True)
+                failure = RolloutFailed(ticket, "blocked_worker", "user code blocked the worker", transient=True)
                 pending.answer.set_result(failure)
         worker.pending.clear()
         worker.connection.close()

@@ -308,7 +308,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--job", required=True)
     parser.add_argument("--index", required=True, type=int)
     parser.add_argument("--fd", required=True, type=int, help="inherited socket to the actor")
-    parser.add_argument("--block-limit-s", required=True, type=float, help="longest time user code may hold the loop")
+    parser.add_argument(
+        "--block-limit-s", required=True, type=float, help="longest time user code may block the event loop"
+    )
     arguments = parser.parse_args(argv)
     name = f"{arguments.job}/worker_{arguments.index}"
     logging.basicConfig(

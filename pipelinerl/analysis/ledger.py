@@ -193,7 +193,7 @@ def _check_steps(ledger: Ledger, records: RunRecords) -> None:
         for name in batch.sample_ids
         if ledger.fates.get(name) != "trained"
     ]
-    ledger.fault("in a batch that was trained, without that fate", forgotten)
+    ledger.fault("in a trained batch, but without that fate", forgotten)
     without = sorted(done - {batch.step for batch in records.batches})
     if without:
         ledger.faults.append(f"steps {without[:SHOWN]} have no batch")

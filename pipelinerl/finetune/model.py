@@ -332,7 +332,7 @@ def _fault(policy: PolicyModel, packed: bool, rows: int) -> str | None:
         tolerance = max(tolerance, min(2 * rounding_difference(policy), _MOST_ROUNDING))
     policy.has_linear_head = policy.has_linear_head and head_is_linear(policy)
     if (difference := repeat_difference(policy)) > exact:
-        return f"two passes over the same tokens differ by {difference:.2g}: it draws at random while it trains"
+        return f"two passes over the same tokens differ by {difference:.2g}: it samples at random in training"
     if (difference := forward_difference(policy)) > tolerance:
         return f"log-probs differ by {difference:.2g} from the model's own logits"
     if not packed and rows == 1:

@@ -421,7 +421,7 @@ def _tried_kernels(device: torch.device) -> Any:
 
 
 def _without_kernels(error: Exception) -> None:
-    logger.warning("the output head takes longer, as Triton's kernels do not run here: %s", error)
+    logger.warning("the output head takes longer, because Triton's kernels do not run here: %s", error)
 
 
 def _add_product(total: torch.Tensor, slope: torch.Tensor, hidden: torch.Tensor) -> None:

@@ -84,10 +84,10 @@ def load_tensors(folder: Path, tensors: Mapping[str, torch.Tensor], ranks: Ranks
     reader = HuggingFaceStorageReader(str(folder))
     saved = reader.read_metadata().state_dict_metadata
     if different := sorted(saved.keys() ^ tensors.keys()):
-        raise ValueError(f"{folder}: names differ from the model's: {different[:5]}")
+        raise ValueError(f"{folder}: names differ from those of the model: {different[:5]}")
     for name, tensor in tensors.items():
         if tensor.shape != getattr(saved[name], "size", None):
-            raise ValueError(f"{folder}: {name} has another shape than the model's, {list(tensor.shape)}")
+            raise ValueError(f"{folder}: {name} differs in shape from the model's, {list(tensor.shape)}")
     with _single_process_is_fine():
         load(dict(tensors), storage_reader=reader, process_group=ranks.host_group, no_dist=ranks.world_size == 1)
 

@@ -59,7 +59,7 @@ class RatioRecorder:
             self._writer.write(record)
         except StreamError as error:
             self._works = False
-            logger.warning("importance ratios of tokens are not recorded from now on: %s", error)
+            logger.warning("importance ratios of tokens are no longer recorded: %s", error)
 
     def close(self) -> None:
         """Release the stream."""

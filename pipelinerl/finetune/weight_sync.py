@@ -301,7 +301,7 @@ class ServerPool:
         """StreamError: without the launcher's changes the trainer would wait for servers that are gone."""
         if self._failure is not None:
             error = self._failure
-            raise StreamError(f"what the launcher says of servers cannot be followed: {error}") from error
+            raise StreamError(f"cannot follow the launcher's messages about servers: {error}") from error
 
     def publish(self, version: int, source: WeightSource, names: Collection[str] | None = None) -> UpdateReport:
         """Give the connected servers (or `names`) `version`, and drop those that could not be given it.
@@ -406,4 +406,4 @@ class ServerPool:
         """
         with self._changed:
             if not self._changed.wait_for(lambda: bool(self.fresh), timeout_s):
-                raise WeightSyncError("all servers", f"none of them came back within {timeout_s:g} s")
+                raise WeightSyncError("all servers", f"none of them returned within {timeout_s:g} s")

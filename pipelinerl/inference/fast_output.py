@@ -343,7 +343,7 @@ class FastRoute:
             return None
         if params.logprobs is not None and not keep_arrays(engine, queue.request_id) and not self._told:
             self._told = True
-            logger.warning("this vLLM collects log-probs one by one only: answers take more CPU time than they should")
+            logger.warning("this vLLM collects log-probs one at a time: responses take more CPU time than necessary")
         return queue
 
 
@@ -425,7 +425,7 @@ async def _read_body(receive: Receive) -> bytes:
     while True:
         message = await receive()
         if message["type"] == "http.disconnect":
-            raise ConnectionError("the caller went away")
+            raise ConnectionError("the client disconnected")
         parts.append(message.get("body", b""))
         if not message.get("more_body", False):
             return b"".join(parts)

@@ -108,7 +108,7 @@ class EpochAsyncScheduler(EpochSaltMixin, AsyncScheduler):
         super().set_pause_state(pause_state)
         if pause_state == PauseState.UNPAUSED and self._hold is not None and (late := self._hold.void_logprobs()):
             # The label of their weights is gone. Without log-probs they are refused as samples, not trained wrongly.
-            logger.error("%d requests held tokens over a pause; their samples are void", late)
+            logger.error("%d requests held tokens across a pause; their samples are discarded", late)
 
     def finish_requests(self, *args: Any, **kwargs: Any) -> list[Request]:
         ended = super().finish_requests(*args, **kwargs)

@@ -259,7 +259,7 @@ def request_body(llm: TrainableLLM, prompt_ids: list[int]) -> dict[str, Any]:
         RolloutError: `context_overflow` or `empty_prompt`, which the server would reject.
     """
     if not prompt_ids:
-        raise RolloutError("empty_prompt", "the prompt has no token")
+        raise RolloutError("empty_prompt", "the prompt has no tokens")
     sampling = dict(llm.parameters)
     if llm.max_model_len is not None:
         room = llm.max_model_len - len(prompt_ids)

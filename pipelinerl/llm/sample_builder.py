@@ -317,7 +317,7 @@ def checked_reward(value: Any) -> float:
     except (TypeError, ValueError, RuntimeError, OverflowError) as error:  # an array or tensor of several numbers
         raise RolloutError("bad_reward", f"reward is {str(value)[:80]}, expected one number: {error}") from error
     if not _fits(reward):
-        raise RolloutError("bad_reward", f"reward is {reward}, expected a number that fp32 holds")
+        raise RolloutError("bad_reward", f"reward is {reward}, expected a number within the range of fp32")
     return reward
 
 

@@ -111,7 +111,7 @@ def check_line(line: bytes) -> None:
     if not found.startswith(_CRC_FIELD):
         raise StreamError(f"damaged: no checksum at its end; {_shown(line)}")
     if found[len(_CRC_FIELD) :] != b'%08x"}' % zlib.crc32(body):
-        raise StreamError(f"damaged: its checksum does not fit; {_shown(line)}")
+        raise StreamError(f"damaged: its checksum does not match; {_shown(line)}")
 
 
 def _struct_types(record_type: Any) -> tuple[type[msgspec.Struct], ...]:

@@ -94,11 +94,11 @@ def ray_here(
     port, supervise = config.world.node_port, config.supervise
     head = own = _resolve(member.master_addr)
     if member.rank > 0:
-        sys.stderr.write(f"node {member.rank}: waits for node 0 at {head}:{port}\n")
+        sys.stderr.write(f"node {member.rank}: waiting for node 0 at {head}:{port}\n")
         own = _await_port(head, port, supervise.nodes_timeout_s, events)
     elif not can_bind(port):  # perhaps the head of another run
         next_step = "Choose another world.node_port on all nodes."
-        raise ConfigError("world.node_port", port, "a port of this machine that nobody uses", next_step)
+        raise ConfigError("world.node_port", port, "an unused port of this machine", next_step)
     own = os.environ.get(NODE_ADDRESS_KEY) or own
     if member.rank == 0:
         head = own
@@ -136,7 +136,7 @@ def serve_node(config: RunConfig, member: ClusterMember, machine: ClusterNode) -
     events: SimpleQueue[Any] = SimpleQueue()
     name, signum, timeout_s = f"node {member.rank}", None, config.supervise.heartbeat_timeout_s
     with signals_as_events(events), ray_here(config, member, machine, events) as here:
-        sys.stderr.write(f"{name}: joins node 0 at {here.head} as {here.address}\n")
+        sys.stderr.write(f"{name}: joining node 0 at {here.head} as {here.address}\n")
         lost_at = time.monotonic() + timeout_s
         while True:
             event: Event | None = None
@@ -146,7 +146,7 @@ def serve_node(config: RunConfig, member: ClusterMember, machine: ClusterNode) -
                 if signum is not None or not pass_signal(here.folder, event.signum):
                     return 128 + event.signum
                 signum = event.signum
-                sys.stderr.write(f"{name}: the run is asked to stop\n")
+                sys.stderr.write(f"{name}: asking the run to stop\n")
             if (outcome := read_outcome(here.folder)) is not None:
                 sys.stderr.write(f"{name}: {': '.join(filter(None, (outcome.status, outcome.reason)))}\n")
                 return outcome.exit_code
@@ -181,7 +181,7 @@ def _await_port(host: str, port: int, timeout_s: float, events: SimpleQueue[Any]
             if isinstance(event, Interrupted):
                 raise KeyboardInterrupt(event.signum)
             if isinstance(event, ChildExited) and ray is not None:
-                raise UserError(f"Ray does not start here: {_last_words(ray)}")
+                raise UserError(f"Ray did not start here: {_last_words(ray)}")
 
 
 def _reach(host: str, port: int) -> str:

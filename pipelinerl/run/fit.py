@@ -275,7 +275,9 @@ def lines_of(forecast: RunForecast) -> list[str]:
         shown = ", ".join(f"{name} {size / GIB:.1f}" for name, size in parts if size >= 0.05 * GIB)
         lines.append(f"memory of {use.name} ({use.jobs}): {_gib(use.memory.total)}: {shown}")
         if use.memory.total > machine.memory_bytes >= use.least:
-            lines.append(f"note: that is more than there is. {_smaller_cache(forecast, use) or advice_text(forecast)}")
+            lines.append(
+                f"note: that exceeds the available memory. {_smaller_cache(forecast, use) or advice_text(forecast)}"
+            )
     if forecast.server is not None:
         tokens = max(0.0, cache_tokens(forecast.server, server_memory(forecast.server, machine.memory_bytes)))
         longest = max(1, forecast.server.max_tokens)
@@ -386,4 +388,4 @@ def _kinds(setup: TrainerSetup, most_ranks: int) -> list[tuple[list[str], Traine
         offload = replace(setup, sharding="zero2", optimizer_on_host=True, parameters_on_host=False)
         for stage, other in ((2, offload), (3, replace(offload, sharding="zero3", parameters_on_host=True))):
             found.append(([zero[0], f"backend.config=deepspeed_stage{stage}_bf16_offload"], other))
-    return [*found, *(([*words, "(more cards than there are)"], wider) for words, wider in more)]
+    return [*found, *(([*words, "(more GPUs than available)"], wider) for words, wider in more)]

@@ -74,7 +74,7 @@ def shared_by_mps(config: RunConfig, jobs: Sequence[Job], environ: Mapping[str, 
         guard, reason = _start(own)
         try:
             if reason is None:
-                logger.info("GPU %s: processes on it compute at the same time, by MPS", ", ".join(gpus))
+                logger.info("GPU %s: its processes run concurrently, under MPS", ", ".join(gpus))
             else:
                 logger.warning("GPU %s: processes on it take turns, without MPS: %s", ", ".join(gpus), reason)
             yield environ if reason is not None else {**environ, **address}
@@ -104,7 +104,7 @@ def _start(environ: Mapping[str, str]) -> tuple[subprocess.Popen[bytes] | None, 
     if said.endswith(b"\n.\n") and any(word.strip().isdecimal() for word in words):
         return guard, None
     lines = [word.strip() for word in words if word.strip(" .")]
-    return guard, lines[-1] if lines else "its server did not come up"
+    return guard, lines[-1] if lines else "its server did not start"
 
 
 def _end(guard: subprocess.Popen[bytes]) -> None:
@@ -114,7 +114,7 @@ def _end(guard: subprocess.Popen[bytes]) -> None:
     try:
         guard.wait(_END_S)
     except subprocess.TimeoutExpired:
-        logger.warning("the MPS daemon did not end within %.0f s", _END_S)
+        logger.warning("the MPS daemon did not exit within %.0f s", _END_S)
         guard.kill()
         guard.wait()
     guard.stdout.close()

@@ -168,7 +168,7 @@ class NodeAgent:
     def _await_silence(self) -> None:
         while (left_s := self._heard_at + self._silence_s - time.monotonic()) > 0:
             time.sleep(left_s)
-        logger.error("the launcher has said nothing for %.0f s: this node's jobs end", self._silence_s)
+        logger.error("no message from the launcher for %.0f s: stopping this node's jobs", self._silence_s)
         os._exit(1)
 
 

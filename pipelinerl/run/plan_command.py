@@ -231,7 +231,7 @@ def changes(forecast: RunForecast, seen: Mapping[str, float]) -> list[str]:
         lag = seen.get("finetune/lag_mean_versions")
         lines.append("change: the trainer never waited: more cards for it (world.num_finetune_ranks)")
         if lag is not None and lag > 1.5:
-            lines.append(f"change: samples are {lag:.1f} versions old and none is waited for: a lower max_lag is free")
+            lines.append(f"change: samples are {lag:.1f} versions old, yet the trainer never waits: lower max_lag")
     if peak is not None and peak < _SPARE_MEMORY * room:
         tuned, trainer = config.finetune, forecast.trainer
         assert trainer is not None

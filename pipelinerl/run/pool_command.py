@@ -176,7 +176,7 @@ def _parser() -> argparse.ArgumentParser:
     actions = parser.add_subparsers(dest="action", required=True)
     parsers = {
         name: actions.add_parser(name, help=text)
-        for name, text in (("list", "all servers"), ("add", "admit a server"), ("remove", "let a server go"))
+        for name, text in (("list", "all servers"), ("add", "admit a server"), ("remove", "remove a server"))
     }
     parsers["add"].add_argument("server", metavar="URL", help="http://HOST:PORT of a server")
     parsers["add"].add_argument("--timeout", type=float, default=900.0, help="seconds to wait until it serves (900)")

@@ -121,9 +121,9 @@ def check_dry_run(start: Start) -> str:
             except UserError as error:
                 faults.append(f"- {error}")
     if faults:
-        lines += ["a start here would be refused:", *faults]
+        lines += ["a run here would be refused:", *faults]
     else:
-        lines.append("output_dir, model and task were checked; nothing was found against a start")
+        lines.append("output_dir, model and task were checked; no problems were found")
     lines.append(
         "not checked: free devices and ports, the task's code (`check-domain` with the same arguments runs it)"
     )

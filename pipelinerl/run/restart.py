@@ -30,7 +30,7 @@ _WINDOW_S = 3600.0
 END_S = 1.0
 ANSWER_S = 20.0
 _REPEAT = (
-    "The trainer, which alone could give a new server the weights, is done and has saved the model. Start the same "
+    "The trainer, the only source of weights for a new server, has finished and saved the model. Start the same "
     "command again: it repeats the evaluation"
 )
 
@@ -214,7 +214,7 @@ class ServerKeeper:
         server = self.servers[name]
         reason = f"ended while the run needed it ({describe_exit(returncode)})"
         if server.trouble:
-            reason = f"{server.trouble}; it was ended"
+            reason = f"{server.trouble}; it was stopped"
         # A server that exits by itself, or cannot be used, before it ever served would only do so again.
         if server.is_policy and not server.has_served and (returncode >= 0 or server.trouble):
             return reason

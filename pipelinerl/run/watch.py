@@ -322,7 +322,7 @@ class Supervisor:
                 reason += f".{watched.child.last_words()}"
             return Outcome("failed", reason, EXIT_RUN_FAILED, server.name)
         if (late := keeper.find_late(now)) is not None:
-            self._end_server(late, "did not get the weights in time after its start")
+            self._end_server(late, "did not receive the weights in time after its start")
         for server in keeper.take_due(now):
             command = next((each for each in self._session.commands if each.job.name == server.name), None)
             if command is not None and (outcome := self._spawn(command)) is not None:

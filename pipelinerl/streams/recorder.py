@@ -36,7 +36,7 @@ class MetricRecorder:
         try:
             self._writer.write(MetricRecord(source=self._source, step=step, time=record_time(), values=numbers))
         except StreamError as error:
-            self._warn_once("", "metrics are lost from step %d on: %s", step, error)
+            self._warn_once("", "metrics are lost from step %d onward: %s", step, error)
 
     def close(self) -> None:
         """Release the stream."""

@@ -244,11 +244,11 @@ class RedisWriter(LockedWriter[T]):
         refusal = f"offset {self._next} cannot be written: the stream is full"
         while not self._move(self._first_to_keep()):
             if self._waits_no_more.is_set():
-                raise NoRoom(str(self._error(f"{refusal}, and its reader is not waited for any more")))
+                raise NoRoom(str(self._error(f"{refusal}, and its reader is no longer waited for")))
             if time.monotonic() > end:
                 raise self._error(
                     f"{refusal} ({self._limit_bytes} bytes, its share of streams.byte_budget), and for "
-                    f"{self._config.backpressure_timeout_s:g} s (streams.backpressure_timeout_s) nobody read a record: "
+                    f"{self._config.backpressure_timeout_s:g} s (streams.backpressure_timeout_s) no record was read: "
                     f"{self._consumed()}. `python -m pipelinerl status` shows what that process waits for; or raise "
                     "the budget"
                 )

@@ -100,7 +100,7 @@ class Collector:
             try:
                 feed.stop()
             except Exception as error:  # noqa: BLE001 - the others' last records still count
-                logger.error("a stream could not be followed to its end: %s", error)
+                logger.error("a stream could not be read to its end: %s", error)
         self._close_tables()
         self._show(self._display.stop)
 
@@ -271,7 +271,7 @@ class Collector:
             action()
         except Exception as error:  # noqa: BLE001 - a closed terminal never ends a run
             self._display_works = False
-            logger.warning("the display is off from now on: %s: %s", type(error).__name__, error)
+            logger.warning("the display is turned off: %s: %s", type(error).__name__, error)
 
 
 def _health_of(config: RunConfig, world: WorldMap, run_dir: RunDir) -> Health:

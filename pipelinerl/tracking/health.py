@@ -342,7 +342,7 @@ class Waits:
         if waited > WAITING_SHARE:
             name, side, share = "starved_trainer", "the trainer waited for samples", waited
         elif idle > WAITING_SHARE:
-            name, side, share = "idle_servers", "the servers had nothing to do", idle
+            name, side, share = "idle_servers", "the servers were idle", idle
         else:
             return None
         if name == self._said:

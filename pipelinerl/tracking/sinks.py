@@ -204,7 +204,7 @@ class SafeSink:
             action()
         except Exception as error:  # noqa: BLE001 - tracking never ends a run, whatever a sink raises
             self._sink = None
-            logger.warning("%s is off from now on: %s: %s", self._name, type(error).__name__, error)
+            logger.warning("%s is turned off: %s: %s", self._name, type(error).__name__, error)
 
 
 class BackgroundSink:
@@ -232,7 +232,7 @@ class BackgroundSink:
             self._condition.notify()
         self._thread.join(CLOSE_TIMEOUT_S)
         if self._thread.is_alive():
-            logger.warning("%s did not finish within %.0f s and is left alone", self._name, CLOSE_TIMEOUT_S)
+            logger.warning("%s did not finish within %.0f s and is abandoned", self._name, CLOSE_TIMEOUT_S)
 
     def _add(self, item: MetricRecord | RolloutTable) -> None:
         with self._condition:

@@ -395,7 +395,7 @@ class FreePorts:
                 raise ConfigError(
                     key,
                     port,
-                    "a free port of this machine; another process uses it",
+                    "a free port of this machine; it is in use",
                     f"Choose another {key}, or leave it out to get a free port.",
                 )
         raise ConfigError(key, preferred, f"a free port from {preferred} to {last - 1}", "Choose another start port.")

@@ -224,7 +224,7 @@ class StepForecast:
         if self.generate_s > self.train_s:
             return f"the trainer waits {self.generate_s - self.train_s:.2f} s of each step for samples"
         factor = self.train_s / max(self.generate_s, 1e-9)
-        return f"the trainer is the limit: the servers could be {factor:.1f} times as slow"
+        return f"the trainer is the bottleneck: the servers could be {factor:.1f} times as slow"
 
 
 @dataclass(frozen=True)

@@ -86,7 +86,7 @@ class DeepSpeedBackend(Backend):
         norm = self.accelerator.clip_grad_norm_([], math.inf)
         if norm is None or not math.isfinite(float(norm)):
             raise FloatingPointError(
-                f"gradient norm {norm}: DeepSpeed has applied it, so the weights are spoiled. "
+                f"gradient norm {norm}: DeepSpeed has applied it, so the weights are corrupted. "
                 "Continue from the last training state with a lower learning rate or tighter clipping."
             )
         return float(norm)
