@@ -5,91 +5,68 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
-_STREAM_IS_QUEUE = "the stream is the queue"
-_STREAM_NAMES = "the names of the streams are fixed"
-_NO_SHARED_MEMORY = "records travel in streams, not in shared memory"
-_ACTOR_EVALUATES = "the actor evaluates"
-_SERVERS_BATCH = "the servers batch requests themselves"
-_WHOLE_GROUPS = "whole groups are handed out"
-_GRADERS = "each rollout worker grades; world.verifier_replicas adds services"
-_TOOL_CALLS = "tool calls are read from the text of the answer"
-
-#: Keys that have no counterpart because nothing here needs them, and why.
-DROPPED: dict[str, str] = {
-    "jobs": "the launcher plans the jobs and writes conf/world.json",
-    "me": "each process is told its job on the command line",
-    "hydra": "a run writes its files and logs to output_dir",
-    "accelerate_config": "the launcher starts the ranks itself",
-    "fp32_layer_prefix": "the output head is found by the structure of the model",
-    "actor.throughput_window_size": "rates are those of the last 50 groups",
-    "actor.log_each_n_secs": "the actor's metrics are recorded every 5 seconds and at each version",
-    "actor.problem_queue_size": "max_lag and llm_max_rollouts bound what is in flight",
-    "actor.result_queue_size": "finished groups go straight to the stream",
-    "actor.shared_memory_entry_size": _NO_SHARED_MEMORY,
-    "actor.chunk_size": _WHOLE_GROUPS,
-    "actor.sampling": "the order of problems follows from seed",
-    "actor.submit_delay": "the servers' slots set the pace",
-    "actor.ensure_boxed_answers": "nothing reads it",
-    "preprocess.shared_memory_entry_size": _NO_SHARED_MEMORY,
-    "preprocess.n_workers": "one process keeps up: it neither tokenizes nor loads a model",
-    "preprocess.raw_queue_size": _STREAM_IS_QUEUE,
-    "preprocess.queue_size": _STREAM_IS_QUEUE,
-    "preprocess.input_queue_size": _STREAM_IS_QUEUE,
-    "preprocess.output_queue_size": _STREAM_IS_QUEUE,
-    "preprocess.input": _STREAM_NAMES,
-    "preprocess.output": _STREAM_NAMES,
-    "preprocess.log_every_n_samples": "every batch is logged",
-    "preprocess.dataset_buffer_size": "a batch closes as soon as it has its samples",
-    "preprocess.max_ready_samples_per_lead": "all ranks read the same record",
-    "preprocess.chunk_size": _WHOLE_GROUPS,
-    "preprocess.chunk_n_groups": _WHOLE_GROUPS,
-    "preprocess.submit_delay": _SERVERS_BATCH,
-    "preprocess.threads_per_llm": _SERVERS_BATCH,
-    "finetune.input": _STREAM_NAMES,
-    "finetune.data": _STREAM_NAMES,
-    "finetune.output_dir": "models and checkpoints are always in output_dir/finetune",
-    "finetune.config_name": "a model's own config is in the folder of model_path",
-    "finetune.fp32_layer_prefix": "the output head is found by the structure of the model",
-    "finetune.memory_debug": "the trainer's memory is among the metrics",
-    "finetune.cuda_empty_cache": "the allocator's cache is left alone",
-    "finetune.queue_size": _STREAM_IS_QUEUE,
-    "finetune.valid_batch_size": _ACTOR_EVALUATES,
-    "finetune.eval_callback": _ACTOR_EVALUATES,
-    "finetune.max_eval_steps": _ACTOR_EVALUATES,
-    "finetune.auto_device_map": "each rank owns one device",
-    "finetune.resume_dataloader": "data always resume at the checkpoint",
-    "finetune.reentrant_checkpointing": "checkpointing is of the newer kind",
-    "finetune.log_each_n_steps": "every step is logged",
-    "finetune.use_safetensors": "models are always saved as safetensors",
-    "finetune.n_examples": "the number of samples follows from finetune.max_train_steps",
-    "finetune.sft_config_name": "there is no supervised objective",
-    "finetune.lora.task_type": "the model is a causal language model",
-    "finetune.lora.dropout": "dropout is off: the policy ratio must come from the weights alone",
-    "finetune.rl.batch_size": "a step has train_batch_size * gradient_accumulation_passes samples",
-    "vllm_config.use_v1": "vLLM has one engine",
-    "vllm_config.vllm_kwargs.num-scheduler-steps": "vLLM schedules every step",
-    "vllm_config.vllm_kwargs.return-tokens-as-token-ids": "servers answer with token ids",
-    "vllm_config.vllm_kwargs.enable-auto-tool-choice": _TOOL_CALLS,
-    "vllm_config.vllm_kwargs.tool-call-parser": _TOOL_CALLS,
-    "vllm_config.vllm_kwargs.tool-parser-plugin": _TOOL_CALLS,
-    "rewards.name": "nothing reads it",
-    **dict.fromkeys(
-        [
-            f"{place}.{name}"
-            for place in ("wandb", "finetune")
-            for name in ("wandb_use_basename", "wandb_workspace_root")
-        ],
-        "a tracked run is called like the last part of output_dir, or wandb.wandb_name",
+#: Keys that have no counterpart because nothing here needs them, by the reason.
+_GONE = {
+    "the launcher plans the jobs and writes conf/world.json": "jobs",
+    "each process is told its job on the command line": "me",
+    "a run writes its files and logs to output_dir": "hydra",
+    "the launcher starts the ranks itself": "accelerate_config",
+    "the output head is found by the structure of the model": "fp32_layer_prefix finetune.fp32_layer_prefix",
+    "rates are those of the last 50 groups": "actor.throughput_window_size",
+    "the actor's metrics are recorded every 5 seconds and at each version": "actor.log_each_n_secs",
+    "max_lag and llm_max_rollouts bound what is in flight": "actor.problem_queue_size",
+    "finished groups go straight to the stream": "actor.result_queue_size",
+    "records travel in streams, not in shared memory": (
+        "actor.shared_memory_entry_size preprocess.shared_memory_entry_size"
     ),
-    **dict.fromkeys(("wandb.wandb_dir", "finetune.wandb_dir"), "the files of W&B are in output_dir"),
-    **dict.fromkeys(("wandb.wandb_resume", "finetune.wandb_resume"), "a resumed run continues its W&B run"),
-    "streams.save": "the launcher's Redis server keeps what a resume needs",
-    "environment_key": _GRADERS,
-    "world.env_replicas_per_actor": _GRADERS,
-    "sandbox_timeout": "the limits of a test are fixed: 4 s of processor time, 16 s with waiting",
-    "world.preprocessors": "one preprocessor keeps up with all servers",
-    "debug.place_inference_workers": "debug.mode decides which servers start",
+    "whole groups are handed out": "actor.chunk_size preprocess.chunk_size preprocess.chunk_n_groups",
+    "the order of problems follows from seed": "actor.sampling",
+    "the servers' slots set the pace": "actor.submit_delay",
+    "nothing reads it": "actor.ensure_boxed_answers rewards.name",
+    "one process keeps up: it neither tokenizes nor loads a model": "preprocess.n_workers",
+    "the stream is the queue": (
+        "preprocess.raw_queue_size preprocess.queue_size preprocess.input_queue_size preprocess.output_queue_size "
+        "finetune.queue_size"
+    ),
+    "the names of the streams are fixed": "preprocess.input preprocess.output finetune.input finetune.data",
+    "every batch is logged": "preprocess.log_every_n_samples",
+    "a batch closes as soon as it has its samples": "preprocess.dataset_buffer_size",
+    "all ranks read the same record": "preprocess.max_ready_samples_per_lead",
+    "the servers batch requests themselves": "preprocess.submit_delay preprocess.threads_per_llm",
+    "models and checkpoints are always in output_dir/finetune": "finetune.output_dir",
+    "a model's own config is in the folder of model_path": "finetune.config_name",
+    "the trainer's memory is among the metrics": "finetune.memory_debug",
+    "the allocator's cache is left alone": "finetune.cuda_empty_cache",
+    "the actor evaluates": "finetune.valid_batch_size finetune.eval_callback finetune.max_eval_steps",
+    "each rank owns one device": "finetune.auto_device_map",
+    "data always resume at the checkpoint": "finetune.resume_dataloader",
+    "checkpointing is of the newer kind": "finetune.reentrant_checkpointing",
+    "every step is logged": "finetune.log_each_n_steps",
+    "models are always saved as safetensors": "finetune.use_safetensors",
+    "the number of samples follows from finetune.max_train_steps": "finetune.n_examples",
+    "there is no supervised objective": "finetune.sft_config_name",
+    "the model is a causal language model": "finetune.lora.task_type",
+    "dropout is off: the policy ratio must come from the weights alone": "finetune.lora.dropout",
+    "a step has train_batch_size * gradient_accumulation_passes samples": "finetune.rl.batch_size",
+    "vLLM has one engine": "vllm_config.use_v1",
+    "vLLM schedules every step": "vllm_config.vllm_kwargs.num-scheduler-steps",
+    "servers answer with token ids": "vllm_config.vllm_kwargs.return-tokens-as-token-ids",
+    "tool calls are read from the text of the answer": (
+        "vllm_config.vllm_kwargs.enable-auto-tool-choice vllm_config.vllm_kwargs.tool-call-parser "
+        "vllm_config.vllm_kwargs.tool-parser-plugin"
+    ),
+    "a tracked run is called like the last part of output_dir, or wandb.wandb_name": (
+        "wandb.wandb_use_basename wandb.wandb_workspace_root finetune.wandb_use_basename finetune.wandb_workspace_root"
+    ),
+    "the files of W&B are in output_dir": "wandb.wandb_dir finetune.wandb_dir",
+    "a resumed run continues its W&B run": "wandb.wandb_resume finetune.wandb_resume",
+    "the launcher's Redis server keeps what a resume needs": "streams.save",
+    "each rollout worker grades; world.verifier_replicas adds services": "environment_key world.env_replicas_per_actor",
+    "the limits of a test are fixed: 4 s of processor time, 16 s with waiting": "sandbox_timeout",
+    "one preprocessor keeps up with all servers": "world.preprocessors",
+    "debug.mode decides which servers start": "debug.place_inference_workers",
 }
+DROPPED: dict[str, str] = {key: reason for reason, keys in _GONE.items() for key in keys.split()}
 
 #: Keys with another name here.
 RENAMED: dict[str, str] = {
