@@ -164,7 +164,7 @@ def build(kit, config, ranks, scramble=False):
 
 def full_weights(backend):
     source = backend.weight_source(torch.float32)
-    if not hasattr(source, "follow"):
+    if source.announce is None:
         return {name: tensor.clone() for bucket in source.buckets() for name, tensor in bucket}
     if backend._ranks.is_first:
         weights = {name: tensor.clone() for bucket in source.buckets() for name, tensor in bucket}
