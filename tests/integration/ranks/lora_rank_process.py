@@ -62,7 +62,7 @@ class Trainer:
         return self.received(self.backend.adapter_source(torch.float32))
 
     def received(self, source):
-        if hasattr(source, "follow") and not self.ranks.is_first:
+        if source.announce is not None and not self.ranks.is_first:
             source.follow()
             return {}
         found = {name: tensor.clone() for bucket in source.buckets() for name, tensor in bucket}

@@ -42,7 +42,7 @@ def logprobs(policy, forward):
 def all_weights(backend, dtype):
     """What rank 0 sends, on every rank."""
     source = backend.weight_source(dtype)
-    if not hasattr(source, "follow"):
+    if source.announce is None:
         weights = {name: tensor.clone() for bucket in source.buckets() for name, tensor in bucket}
     elif backend._ranks.is_first:
         weights = {name: tensor.clone() for bucket in source.buckets() for name, tensor in bucket}
