@@ -10,6 +10,8 @@ import contextlib
 import contextvars
 import functools
 import gc
+import importlib.abc
+import importlib.util
 import inspect
 import logging
 import math
@@ -20,7 +22,7 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from pathlib import Path
-from types import ModuleType
+from types import CodeType, ModuleType
 from typing import Any
 
 import aiohttp
@@ -208,11 +210,12 @@ class AgentFile:
                 f"{AGENT_KEY}: got {path!r}, expected a Python file with {STEP_SHAPE}. {reason}"
             ) from error
         try:
-            self._code = compile(source, path, "exec", dont_inherit=True)
+            code = importlib.abc.InspectLoader.source_to_code(source, path)
         except (SyntaxError, ValueError) as error:
             raise DomainError(
                 f"{AGENT_KEY}: {_place(error, path)} cannot be compiled: {type(error).__name__}: {error}. Fix the file."
             ) from error
+        self._loader = _CompiledLoader(code, source)
         self._free_names: list[str] = []
         self._num_names = 0
         self._uncollected_s = 0.0
@@ -303,11 +306,12 @@ class AgentFile:
         if self._uncollected_s > _COLLECT_AFTER_S:
             self._uncollected_s = 0.0
             gc.collect()
-        module = ModuleType(name)
-        module.__file__ = self.path
+        spec = importlib.util.spec_from_file_location(name, self.path, loader=self._loader)
+        assert spec is not None
+        module = importlib.util.module_from_spec(spec)
         sys.modules[name] = module
         started = time.perf_counter()
-        exec(self._code, module.__dict__)
+        self._loader.exec_module(module)
         seconds = time.perf_counter() - started
         self._uncollected_s += seconds
         self._slow_runs = self._slow_runs + 1 if seconds > _SLOW_S else 0
@@ -329,6 +333,23 @@ class AgentFile:
                 f"{AGENT_KEY}: {self.where(step)}: {error}; expected {STEP_SHAPE}. Change its parameters."
             ) from error
         return step  # type: ignore[no-any-return]
+
+
+class _CompiledLoader(importlib.abc.InspectLoader):
+    """Runs the same code in every module that it loads."""
+
+    def __init__(self, code: CodeType, source: bytes) -> None:
+        self._code = code
+        self._source = source
+
+    def get_code(self, fullname: str) -> CodeType:
+        return self._code
+
+    def get_source(self, fullname: str) -> str:
+        return importlib.util.decode_source(self._source)
+
+    def is_package(self, fullname: str) -> bool:
+        return False
 
 
 def _place(error: BaseException, path: str) -> str:
