@@ -19,7 +19,7 @@ import shlex
 import signal
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -161,7 +161,11 @@ async def _run(measurement: Measurement, out: Path, machine: Machine, timeout_s:
                 left_s = timeout_s - (time.monotonic() - begun)
                 code = code or await _run_command(command, environ, machine.cores(places), log, left_s)
         seconds = time.monotonic() - begun
-    result = "; ".join(results(measurement.name, out)) or f"see {measurement.name}.log"
+    try:
+        result = "; ".join(results(measurement.name, out))
+    except (ValueError, KeyError, TypeError, StopIteration, ElementTree.ParseError) as error:
+        result = f"figures that cannot be read: {error!r}"
+    result = result or f"see {measurement.name}.log"
     ended = "" if code == 0 else f"✗ exit status {code}; "
     rows.append(f"| {measurement.name} | {seconds:.0f} | {ended}{result} |")
     (out / "table.md").write_text("\n".join(["| measurement | seconds | result |", "|---|---|---|", *rows]) + "\n")
@@ -173,21 +177,26 @@ async def _run_command(
     command: Sequence[str], environ: dict[str, str], cores: set[int], log: Any, left_s: float
 ) -> int:
     process = await asyncio.create_subprocess_exec(
-        sys.executable, *command, cwd=REPOSITORY, env=environ, stdout=log, stderr=asyncio.subprocess.STDOUT
+        *(sys.executable, *command),
+        cwd=REPOSITORY,
+        env=environ,
+        stdout=log,
+        stderr=asyncio.subprocess.STDOUT,
+        start_new_session=True,
+        # What it starts inherits the cores.
+        preexec_fn=lambda: os.sched_setaffinity(0, cores),
     )
-    # What it starts inherits the cores: its interpreter has only just been asked for.
-    os.sched_setaffinity(process.pid, cores)
     try:
         return await asyncio.wait_for(process.wait(), left_s)
     except (TimeoutError, asyncio.CancelledError):
-        # A launcher saves its state and stops its servers.
-        process.send_signal(signal.SIGTERM)
+        # Its launcher too, which saves its state and stops its servers.
+        os.killpg(process.pid, signal.SIGTERM)
         with contextlib.suppress(TimeoutError):
             await asyncio.wait_for(process.wait(), _END_S)
         return 124
     finally:
         with contextlib.suppress(ProcessLookupError):
-            process.kill()
+            os.killpg(process.pid, signal.SIGKILL)
 
 
 def results(name: str, out: Path) -> Iterator[str]:
@@ -197,8 +206,7 @@ def results(name: str, out: Path) -> Iterator[str]:
         yield ", ".join(f"{suite[key]} {key}" for key in ("tests", "failures", "errors", "skipped"))
     if (figures := out / f"{name}.json").exists():
         for variant, row in json.loads(figures.read_text()).get("results", {}).items():
-            told = [f"{key} {_number(row[key]['median'])}" for key in RUN_FIGURES if key in row]
-            yield f"{variant}: {', '.join([*row.get('errors', []), *told])}"
+            yield f"{variant}: {', '.join([*row.get('errors', []), *_medians(row)])}"
     if (summary := out / name / "summary.json").exists():
         known = json.loads(summary.read_text())
         yield ", ".join(f"{key} {_number(known[key])}" for key in SUMMARY_FIGURES if key in known)
@@ -208,14 +216,18 @@ def results(name: str, out: Path) -> Iterator[str]:
             yield f"{run['system']} {run['task']} seed {run['seed']}: {told}"
 
 
-RUN_FIGURES = (
-    "samples_per_s",
-    "step_s",
-    "paused_ms",
-    "stall_fraction",
-    "lag_mean_versions",
-    "trainer_peak_gib",
-    "seconds",
+def _medians(row: Mapping[str, Any], within: str = "") -> Iterator[str]:
+    """Medians of the figures in `row` and in what it contains."""
+    for key, value in row.items():
+        if isinstance(value, dict) and "median" not in value:
+            yield from _medians(value, f"{within}{key}: ")
+        elif isinstance(value, dict) and key in FIGURES:
+            yield f"{within}{key} {_number(value['median'])}"
+
+
+FIGURES = (
+    *("tokens/s", "samples_per_s", "step_s", "paused_ms", "stall_fraction", "lag_mean_versions"),
+    *("trainer_peak_gib", "seconds"),
 )
 SUMMARY_FIGURES = (
     *("success_before", "success_after", "samples_per_second", "mean_lag_versions", "multi_version_samples"),

@@ -120,9 +120,11 @@ class Connection(Generic[T]):
         self._decoder = msgspec.msgpack.Decoder(received)
 
     def send(self, message: msgspec.Struct) -> None:
-        """Queue one message."""
+        """Queue one message. What is for an end that is gone is dropped: `receive` says that it is gone."""
         payload = _encoder.encode(message)
-        self._writer.write(len(payload).to_bytes(_LENGTH_BYTES, "big") + payload)
+        # uvloop raises where asyncio drops it.
+        if not self._writer.is_closing():
+            self._writer.write(len(payload).to_bytes(_LENGTH_BYTES, "big") + payload)
 
     async def flush(self) -> None:
         """Wait until most queued messages have been sent."""

@@ -358,13 +358,17 @@ class ServerLink:
 
 
 async def _together(*calls: Coroutine[Any, Any, Any]) -> None:
-    """Await all calls; the first error cancels the others and is raised as it is, not in a group."""
+    """Await all calls; an error cancels the others and is raised as it is, not in a group.
+
+    If several failed at once, what a server said is raised: the failures of threads are its consequences.
+    """
     try:
         async with asyncio.TaskGroup() as group:
             for call in calls:
                 group.create_task(call)
     except BaseExceptionGroup as errors:
-        first = errors.exceptions[0]
+        told = (error for error in errors.exceptions if isinstance(error, WeightSyncError))
+        first = next(told, errors.exceptions[0])
         raise first from first.__cause__
 
 

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import socket
 from types import SimpleNamespace
 
 import msgspec
 import pytest
+import uvloop
 
 from pipelinerl.actor import stats
 from pipelinerl.actor.stats import FailureLimit, RolloutAverages, Throughput
@@ -107,3 +109,21 @@ async def test_what_is_no_message_is_an_error() -> None:
         await receiving(b"\x00\x00\x00\x01\x05").receive()
     with pytest.raises(ValueError, match="4294967295 bytes"):
         await receiving(b"\xff\xff\xff\xff").receive()
+
+
+def test_l3_what_is_for_a_dead_end_is_dropped_on_the_event_loop_of_the_actor() -> None:
+    """An end that dies with unread bytes in its socket resets the connection; every later message has nowhere to go."""
+
+    async def run() -> None:
+        ours, theirs = socket.socketpair()
+        reader, writer = await asyncio.open_connection(sock=ours)
+        connection: Connection[ToWorker] = Connection(reader, writer, ToWorker)
+        connection.send(CancelRollout(1))
+        theirs.close()
+        assert await connection.receive() is None
+        for ticket in range(3):
+            connection.send(CancelRollout(ticket))
+            await asyncio.sleep(0)
+        connection.close()
+
+    uvloop.run(run())
