@@ -157,7 +157,7 @@ def save_tokenizer(folder: Path, template: str) -> None:
     [
         ("user", 7, None),
         ("system", 7, "roles: system.*no system"),
-        ("user", 6, "below 6.*makes 6 of"),
+        ("user", 6, "below 6.*has 6 for"),
         ("tool", 7, "chat template renders a prompt within"),
     ],
 )
