@@ -82,7 +82,7 @@ def test_d9_a_write_that_is_repeated_is_one_write(server: RedisServer, tmp_path:
     assert writer._send(1, encode(record(0))) == 1  # as after a lost answer
     assert writer.write(record(1)) == 1
     assert read_steps(open_reader(server), 2) == [0, 1]
-    with pytest.raises(StreamError, match="another record at offset 0: a second writer"):
+    with pytest.raises(StreamError, match="another record at offset 0"):
         writer._send(1, encode(record(9)))
 
 
@@ -136,7 +136,7 @@ def test_corrupt_and_missing_records_are_reported_with_key_and_offset(server: Re
             reader.read(0)
     client.xdel(KEYS[0], "2-0")
     client.xadd(KEYS[0], {FIELD: encode(record(2))}, id="3-0")
-    with pytest.raises(StreamError, match="offset 1: the record is gone, the next one there has the id 3-0"):
+    with pytest.raises(StreamError, match="offset 1: .* 3-0$"):
         reader.read(0)
 
 
