@@ -136,7 +136,7 @@ def test_corrupt_and_missing_records_are_reported_with_key_and_offset(server: Re
             reader.read(0)
     client.xdel(KEYS[0], "2-0")
     client.xadd(KEYS[0], {FIELD: encode(record(2))}, id="3-0")
-    with pytest.raises(StreamError, match="offset 1: .* 3-0$"):
+    with pytest.raises(StreamError, match=r"offset 1: .* 3-0$"):
         reader.read(0)
 
 
