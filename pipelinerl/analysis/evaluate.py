@@ -13,8 +13,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import yaml
-
 from pipelinerl.commands import positive, typed
 from pipelinerl.config.agent import PROMPT_LOADER, found_file, settle_agent
 from pipelinerl.config.compose import DEFAULT_CONFIG, ComposedConfig, compose, compose_plain
@@ -149,8 +147,7 @@ def default_output(model: str) -> Path:
 
 def _data_of_run(run: RunDir) -> dict[str, Any]:
     """The configuration of a run as plain data, without what only concerns training."""
-    load_config(run.config_file)  # raises if something is wrong with it
-    data: dict[str, Any] = yaml.safe_load(run.config_file.read_text(encoding="utf-8"))
+    data = load_config(run.config_file).model_dump()
     data |= _NOT_OF_THE_RUN
     data["world"] = {key: value for key, value in data["world"].items() if key not in _COLOCATED_KEYS}
     data["finetune"] |= {"keep_best": None, "lora": {"enabled": False}}

@@ -64,7 +64,7 @@ def nearest_key(key: str, known: Iterable[str]) -> str | None:
 
 def unknown_key(key: str, got: object, origin: str) -> ConfigError:
     """Return the error for a key that the schema does not have. `origin` says where it was set."""
-    fate = fate_of(key)
+    fate = fate_of(key, got)
     if fate is not None:
         next_step = f"{fate} It was set {origin}. `{typed('convert')} FILE` translates a file of PipelineRL."
         return ConfigError(key, got, "a known key", next_step)

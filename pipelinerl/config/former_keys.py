@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Hashable, Mapping
 from typing import Any, NamedTuple
 
 #: Keys that have no counterpart because nothing here needs them, by the reason.
@@ -64,6 +64,11 @@ _GONE = {
     "each rollout worker grades; world.verifier_replicas adds services": "environment_key world.env_replicas_per_actor",
     "the limits of a test are fixed: 4 s of processor time, 16 s with waiting": "sandbox_timeout",
     "one preprocessor keeps up with all servers": "world.preprocessors",
+    "actor.max_failure_rate counts once 32 rollouts have ended": "actor.min_rollouts_for_failure_rate",
+    "an answer may take 300 s in a verifier service, queue included": "verifier.queue_timeout_s",
+    "8192 answers may wait in a verifier service, and more are sent again later": "verifier.max_queue",
+    "supervise.max_server_restarts counts the restarts of the last hour": "supervise.server_restart_window_s",
+    "event files are in output_dir/tensorboard": "tensorboard.folder",
     "debug.mode decides which servers start": "debug.place_inference_workers",
 }
 DROPPED: dict[str, str] = {key: reason for reason, keys in _GONE.items() for key in keys.split()}
@@ -107,6 +112,12 @@ class Values(NamedTuple):
 
     here: Mapping[Any, tuple[str, Any] | None]
     otherwise: str = ""
+
+    def of(self, value: object) -> tuple[str, Any] | str | None:
+        """Key and value here, None if `value` asks for nothing, or `otherwise`."""
+        if value is None or value in ([], {}):
+            return None
+        return self.here.get(value, self.otherwise) if isinstance(value, Hashable) else self.otherwise
 
 
 def _switch(asks_for_nothing: bool, key: str, value: str) -> Values:
@@ -316,16 +327,22 @@ def synonym_of(key: str) -> str | None:
     return next((SYNONYMS[end] for end in ends if end in SYNONYMS), None)
 
 
-def fate_of(key: str) -> str | None:
-    """Return one sentence on what became of a key of PipelineRL (or of a key below it); None: it never was one."""
+def fate_of(key: str, value: object) -> str | None:
+    """Return one sentence on what became of a key of PipelineRL (or of a key below it) with this value; None: it never
+    was one."""
     parts = key.split(".")
     for length in range(len(parts), 0, -1):
         name = ".".join(parts[:length])
         if name in REWRITTEN:
             return f"Set {REWRITTEN[name]}."
-        if name in VALUES and (VALUES[name].otherwise or name not in RENAMED):
-            here = [f"{key}={new}" for key, new in filter(None, VALUES[name].here.values())]
-            return f"Set {here[0]}." if here else f"It is not supported: {VALUES[name].otherwise}."
+        if name in VALUES:
+            new = VALUES[name].of(value) if name == key else VALUES[name].otherwise
+            if isinstance(new, tuple):
+                return f"Set {new[0]}={new[1]}."
+            if new is None:
+                return "Leave it out: it asks for nothing."
+            if new:
+                return f"It is not supported: {new}."
         if name in RENAMED:
             return f"It is {RENAMED[name]} now."
         if name in DROPPED:

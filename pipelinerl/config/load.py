@@ -17,7 +17,8 @@ import yaml
 from pydantic import ValidationError
 
 from pipelinerl.config.faults import faults_of, raise_faults
-from pipelinerl.config.keys import known_keys
+from pipelinerl.config.former_keys import DROPPED, VALUES
+from pipelinerl.config.keys import is_known, known_keys
 from pipelinerl.config.run import RunConfig
 from pipelinerl.config.secrets import refuse_secrets
 from pipelinerl.errors import ConfigError, did_you_mean
@@ -82,7 +83,7 @@ def save_composable(data: dict[str, Any], path: Path) -> Path:
 
 
 def load_config(path: str | Path) -> RunConfig:
-    """Read what `save_config` wrote.
+    """Read what `save_config` wrote. Former keys without a counterpart, or that ask for nothing, are left out.
 
     Raises:
         ConfigError: the file is not there, is not YAML, or does not fit the schema.
@@ -98,7 +99,20 @@ def load_config(path: str | Path) -> RunConfig:
         raise ConfigError(
             "config file", str(source), "YAML text", f"The file is damaged: {error}. Start the run again."
         ) from error
-    return to_run_config(data, origin=f"in {source}")
+    return to_run_config(_without_former_keys(data), origin=f"in {source}")
+
+
+def _without_former_keys(value: Any, key: str = "") -> Any:
+    """Leave out keys that have no counterpart here, and those whose value asks for nothing."""
+    if not isinstance(value, dict):
+        return value
+    kept = {}
+    for name, item in value.items():
+        inner = f"{key}.{name}" if key else str(name)
+        asks_for_nothing = inner in DROPPED or (inner in VALUES and VALUES[inner].of(item) is None)
+        if not asks_for_nothing or is_known(inner):
+            kept[name] = _without_former_keys(item, inner)
+    return kept
 
 
 def to_run_config(data: Any, origin: str = "in code") -> RunConfig:

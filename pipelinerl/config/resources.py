@@ -68,7 +68,7 @@ class Disaggregated(Section):
     """Servers and trainer work at the same time."""
 
     placement: Literal["disaggregated"] = Field(
-        default="disaggregated", description="colocated: both alternate on the same GPUs"
+        default="disaggregated", description="colocated: servers and trainer alternate on the same GPUs"
     )
 
 
@@ -80,7 +80,7 @@ class Colocated(Section):
         default="auto", description="weights of a sleeping server: 1 in host memory, 2 dropped; auto: 1 if they fit"
     )
     offload_optimizer: bool = Field(
-        default=False, description="keep the optimizer state in host memory meanwhile (plain backend)"
+        default=False, description="keep the optimizer state in host memory while servers generate (plain backend)"
     )
 
 
@@ -151,7 +151,7 @@ class WorldConfig(FlatSection):
         description="machines of the cluster, as [{gpus: 8}, {gpus: 4}]: a dry run plans for them, a run waits for "
         "them; null: all that are there",
     )
-    node_port: int = Field(default=29400, ge=1024, le=65535, description="port of the Ray cluster of the nodes")
+    node_port: int = Field(default=29400, ge=1024, le=65535, description="port of the Ray cluster that the nodes start")
 
     @property
     def placement(self) -> str:
@@ -179,7 +179,7 @@ class FileStreams(Section):
     backend: Literal["files"] = Field(default="files", description="files, redis, or a module with a class Streams")
     fsync: Literal["never", "interval", "always"] = Field(
         default="never",
-        description="interval and always also survive a power cut, never only a crash of the process",
+        description="never: survives a crash of the process, not a power cut; interval, always: both",
     )
     shard_bytes: int = Field(default=256 * 2**20, ge=1, description="size at which a new file is started")
     retention: Literal["all", "heads"] = Field(
@@ -233,7 +233,9 @@ class SuperviseConfig(Section):
         description="compare log-probs of trainer and servers after every n-th weight update, and end the run if they "
         "differ; 0: after the first update of a start and the last",
     )
-    nodes_timeout_s: float = Field(default=900, gt=0, description="how long nodes wait for each other at the start")
+    nodes_timeout_s: float = Field(
+        default=900, gt=0, description="how long nodes wait for each other at a start or resume"
+    )
     max_restarts: int = Field(
         default=0,
         ge=0,
@@ -303,5 +305,5 @@ class DebugConfig(Section):
         "servers keep their first weights",
     )
     streams_from: str | None = Field(
-        default=None, description="output_dir of the run whose streams a stage alone reads"
+        default=None, description="output_dir of the run whose streams are read, if mode is preprocessor or finetune"
     )

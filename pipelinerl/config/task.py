@@ -128,7 +128,9 @@ class RewardsConfig(Section):
     The eight numbers are the component `outcome`: reward by kind of answer. `finished`: the model ended its answer.
     """
 
-    components: dict[str, float] = Field(default={"outcome": 1.0}, description="weights of the components")
+    components: dict[str, float] = Field(
+        default={"outcome": 1.0}, description="weights of outcome, soft_length and difficulty_length"
+    )
     correct_answer_finished: float = Field(default=1.0, description="reward of this kind of answer")
     correct_answer_not_finished: float = Field(default=0.0, description="reward of this kind of answer")
     wrong_answer_finished: float = Field(default=0.0, description="reward of this kind of answer")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Hashable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from pipelinerl.config.faults import nearest_key
@@ -74,20 +74,16 @@ class Conversion:
         return self.data
 
     def _translate_value(self, key: str) -> None:
-        value, known = self._get(key), VALUES[key]
-        if value is _ABSENT:
-            return
-        new = known.here.get(value, _ABSENT) if isinstance(value, Hashable) else _ABSENT
-        if new is _ABSENT and value is not None and value not in ([], {}):
-            if known.otherwise:
-                self._take(key)
-                self.fail(key, f"{value!r} is not supported: {known.otherwise}")
+        value = self._get(key)
+        if value is _ABSENT or (new := VALUES[key].of(value)) == "":
             return
         self._take(key)
         if isinstance(new, tuple):
             self._replace(f"{key}={value}", *new)
-        else:
+        elif new is None:
             self.say("dropped", key, "it asks for nothing")
+        else:
+            self.fail(key, f"{value!r} is not supported: {new}")
 
     def _backend(self) -> None:
         deepspeed, config = self._take("use_deepspeed"), self._take("deepspeed_config")

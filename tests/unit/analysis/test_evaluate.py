@@ -59,6 +59,12 @@ def test_a_run_is_evaluated_on_its_own_sets_with_its_own_sampling(run: RunDir, t
     assert config.dataset_loader_params["num_test"] == 512 and config.custom == ODD
 
 
+def test_a_run_whose_configuration_has_former_keys_is_evaluated(run: RunDir, tmp_path: Path) -> None:
+    with run.config_file.open("a") as file:
+        file.write("weight_broadcast: true\nsandbox_timeout: 4\n")
+    assert evaluated(tmp_path / "x", str(run.root)).custom == ODD
+
+
 def test_what_is_written_wins(run: RunDir, tmp_path: Path) -> None:
     """Evaluation follows the sampling of training in what it followed before."""
     words = ["llm.parameters.temperature=0.3", "llm.parameters.max_tokens=7"]

@@ -157,7 +157,26 @@ def test_evaluation_that_follows_training_is_not_blamed_as_well(tmp_path: Path) 
         (["streams.port=11000"], "streams.port", ["streams.url=redis://HOST:PORT/0"]),
         (["finetune.rl.algo=grpo"], "finetune.rl.algo", ["finetune.rl.policy_loss"]),
         (["+fast_llm.training.num_workers=1"], "fast_llm.training.num_workers", ["finetune"]),
-        (["wandb.use_wandb=false"], "wandb.use_wandb", ["wandb.mode=disabled"]),
+        (["wandb.use_wandb=false"], "wandb.use_wandb", ["Set wandb.mode=disabled."]),
+        (["wandb.use_wandb=true"], "wandb.use_wandb", ["Leave it out"]),
+        (["wandb.use_wandb=perhaps"], "wandb.use_wandb", ["true or false"]),
+        (["finetune.send_weight_updates=true"], "finetune.send_weight_updates", ["Leave it out"]),
+        (["finetune.rl.group_normalization=false"], "finetune.rl.group_normalization", ["Leave it out"]),
+        (
+            ["finetune.rl.group_normalization=true"],
+            "finetune.rl.group_normalization",
+            ["finetune.rl.aggregation=group"],
+        ),
+        (["finetune.rl.aggregate_loss=mean"], "finetune.rl.aggregate_loss", ["aggregation=sample_mean"]),
+        (["finetune.model_class=causal-language-modeling"], "finetune.model_class", ["Leave it out"]),
+        (["environments=[{_target_: a.b}]"], "environments", ["set environment"]),
+        (["vllm_config.quantization=bf16_last_layer_fp32"], "vllm_config.quantization", ["fp32_lm_head=True"]),
+        (["vllm_config.quantization=fp8"], "vllm_config.quantization", ["vllm_config.vllm_kwargs.quantization"]),
+        (["actor.min_rollouts_for_failure_rate=1"], "actor.min_rollouts_for_failure_rate", ["32"]),
+        (["verifier.queue_timeout_s=1"], "verifier.queue_timeout_s", ["300 s"]),
+        (["verifier.max_queue=1"], "verifier.max_queue", ["8192"]),
+        (["supervise.server_restart_window_s=1"], "supervise.server_restart_window_s", ["max_server_restarts"]),
+        (["tensorboard.folder=x"], "tensorboard.folder", ["output_dir/tensorboard"]),
         (["finetune@other=base"], "configuration", ["finetune@other"]),
     ],
 )
@@ -189,4 +208,4 @@ def test_faults_travel_between_processes() -> None:
 
 def test_names_of_other_libraries_lead_to_keys_and_hide_none() -> None:
     names = [key.name for key in known_keys()]
-    assert [name for name, key in SYNONYMS.items() if not is_known(key) or name in names or fate_of(name)] == []
+    assert [name for name, key in SYNONYMS.items() if not is_known(key) or name in names or fate_of(name, None)] == []

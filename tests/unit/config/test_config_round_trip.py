@@ -50,6 +50,57 @@ def test_o3_numbers_and_nulls_keep_their_types(tmp_path: Path) -> None:
     assert [type(again.custom[key]) for key in "abcde"] == [type(values[key]) for key in "abcde"]
 
 
+def saved_with(folder: Path, *former: tuple[str, object]) -> Path:
+    """The file of a run, with keys that the schema does not have any more."""
+    file = save_config(full(custom={"verifier": {"max_queue": 1}}), folder / "exp.yaml")
+    data = yaml.safe_load(file.read_text())
+    for key, value in former:
+        *heads, leaf = key.split(".")
+        section = data
+        for head in heads:
+            section = section[head]
+        section[leaf] = value
+    file.write_text(yaml.safe_dump(data))
+    return file
+
+
+def test_a_saved_configuration_loads_without_former_keys_that_ask_for_nothing(tmp_path: Path) -> None:
+    file = saved_with(
+        tmp_path,
+        ("actor.throughput_window_size", 50),
+        ("actor.log_each_n_secs", 0.0),
+        ("actor.min_rollouts_for_failure_rate", 32),
+        ("preprocess.chunk_n_groups", 2),
+        ("finetune.rl.clamp_log_ratio_ref_new_value", 5.0),
+        ("finetune.reentrant_checkpointing", False),
+        ("finetune.log_each_n_steps", 1),
+        ("finetune.send_weight_updates", True),
+        ("vllm_config.quantization", None),
+        ("rewards.name", "pure_success"),
+        ("verifier.queue_timeout_s", 300.0),
+        ("verifier.max_queue", 8192),
+        ("supervise.server_restart_window_s", 3600.0),
+        ("wandb.wandb_resume", "allow"),
+        ("wandb.wandb_use_basename", True),
+        ("wandb.wandb_workspace_root", "results"),
+        ("wandb.wandb_dir", None),
+        ("tensorboard.folder", None),
+        ("vllm_config.vllm_kwargs.tool-call-parser", "hermes"),  # below a mapping whose keys are the user's
+    )
+    kept = {"vllm_kwargs": {"tool-call-parser": "hermes"}}
+    assert load_config(file) == full(custom={"verifier": {"max_queue": 1}}, vllm_config=kept)
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [("finetune.send_weight_updates", False), ("vllm_config.quantization", "fp8"), ("actor.nonsense", 1)],
+)
+def test_a_saved_configuration_with_another_unknown_key_is_refused(tmp_path: Path, key: str, value: object) -> None:
+    with pytest.raises(ConfigError) as caught:
+        load_config(saved_with(tmp_path, (key, value)))
+    assert (caught.value.key, caught.value.got) == (key, value)
+
+
 values = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text(),
     lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=5), inner, max_size=3),
