@@ -44,6 +44,8 @@ logger = logging.getLogger(__name__)
 #: run, and the signal that the launcher got (0: none), once an agent reads it.
 NODE_FOLDER_KEY = "PIPELINERL_NODE_FOLDER"
 _OUTCOME, _SIGNAL, _OUTCOME_BYTES = "outcome.json", "signal", 8192
+#: How long `leave` waits for what the jobs of the node shared to end; the launcher waits 30 s for `leave`.
+_CLOSE_S = 20.0
 # Those of a Ray worker are not for jobs: they would connect to it, or take its number of threads.
 _RAYS_OWN = ("RAY_", "OMP_NUM_THREADS")
 
@@ -114,13 +116,12 @@ class NodeAgent:
             environ = {**launchers_environ, **own, **run}
             config, world = load_config(run_dir.config_file), WorldMap.from_json(run_dir.world_file.read_bytes())
             check_node(Start(config, Cluster((self._machine,) * num_nodes), environ))
+            if folder_here := os.environ.get(NODE_FOLDER_KEY):
+                _make_files(Path(folder_here))
             jobs = [job for job in world.jobs if job.node_rank == rank]
             self._node = self._stack.enter_context(local_node(config, jobs, run_dir, environ, token, self._events))
         except UserError as error:
             return str(error)
-        if folder_here := os.environ.get(NODE_FOLDER_KEY):  # that room is there later, too
-            _write(Path(folder_here) / _OUTCOME, b"\n" * _OUTCOME_BYTES)
-            _write(Path(folder_here) / _SIGNAL, b"00")
         self._heard_at = time.monotonic()
         threading.Thread(target=self._await_silence, name="silence", daemon=True).start()
         return None
@@ -160,10 +161,19 @@ class NodeAgent:
 
     def leave(self, outcome: Outcome | None) -> None:
         """No more jobs. `outcome` is the run's, if it is over: the launcher of this node, which reads it, ends then."""
-        self._stack.close()
+        # The launcher that reads the outcome kills this process, so it is written last, even if closing hangs.
+        closing = threading.Thread(target=self._close, name="close", daemon=True)
+        closing.start()
+        closing.join(_CLOSE_S)
         if outcome is not None and (folder := os.environ.get(NODE_FOLDER_KEY)):
             brief = replace(outcome, reason=outcome.reason and outcome.reason[: _OUTCOME_BYTES // 8])
             _write(Path(folder) / _OUTCOME, msgspec.json.encode(brief))
+
+    def _close(self) -> None:
+        try:
+            self._stack.close()
+        except Exception:  # the run's outcome stays
+            logger.exception("what the jobs of this node shared could not be closed")
 
     def _await_silence(self) -> None:
         while (left_s := self._heard_at + self._silence_s - time.monotonic()) > 0:
@@ -184,6 +194,13 @@ def _seen_run(root: str, identity: RunIdentity) -> RunDir:
         f"run {identity.run_id}, start {identity.incarnation}, which the launcher wrote there",
         "Put output_dir on a file system that all nodes share, under the same path.",
     )
+
+
+def _make_files(folder: Path) -> None:
+    """Make the files for messages, while the disk has room for them."""
+    _write(folder / _OUTCOME, b"\n" * _OUTCOME_BYTES)
+    if not (folder / _SIGNAL).exists():  # one that came while the run was being resumed stops it
+        _write(folder / _SIGNAL, b"00")
 
 
 def pass_signal(folder: Path, signum: int) -> bool:

@@ -14,7 +14,7 @@ import re
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from importlib.machinery import ModuleSpec, PathFinder
 from pathlib import Path
@@ -398,7 +398,7 @@ def function_fault(path: str, is_async: bool | None, search_dirs: Sequence[Path]
         tree = ast.parse(file.read_bytes(), filename=str(file))
     except (SyntaxError, ValueError) as error:
         return f"{file} is not valid Python: {error}"
-    names = _bound_names(tree)
+    names = dict(_bound_names(tree.body))
     if name in names:
         node = names[name]
         if is_async and isinstance(node, ast.FunctionDef) and not node.decorator_list:
@@ -432,17 +432,20 @@ def _module_file(module_name: str, search_dirs: Sequence[Path]) -> Path | str | 
     return Path(spec.origin) if spec.origin is not None and spec.origin.endswith(".py") else None
 
 
-def _bound_names(tree: ast.Module) -> dict[str, ast.AST]:
-    """Names bound in a module (outer definitions win); `*` for a star import."""
-    names: dict[str, ast.AST] = {}
-    for node in reversed([*ast.walk(tree)]):
+def _bound_names(body: Iterable[ast.stmt]) -> Iterator[tuple[str, ast.AST]]:
+    """What a module binds at its top level, branches included; `*` for a star import."""
+    for node in body:
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
-            names[node.name] = node
-        elif isinstance(node, ast.alias):
-            names[node.asname or node.name.partition(".")[0]] = node
-        elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
-            names[node.id] = node
-    return names
+            yield node.name, node
+        elif isinstance(node, ast.Import | ast.ImportFrom):
+            yield from ((alias.asname or alias.name.partition(".")[0], node) for alias in node.names)
+        else:
+            for part in ast.walk(node):
+                if isinstance(part, ast.Name) and isinstance(part.ctx, ast.Store):
+                    yield part.id, part
+            for block in ("body", "orelse", "finalbody", "handlers", "cases"):
+                for inner in getattr(node, block, []):
+                    yield from _bound_names(inner.body if not isinstance(inner, ast.stmt) else [inner])
 
 
 #: Cheap checks first.

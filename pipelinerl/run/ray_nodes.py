@@ -14,7 +14,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from functools import partial
-from queue import SimpleQueue
+from queue import Empty, SimpleQueue
 from typing import Any
 
 import ray
@@ -167,7 +167,7 @@ def ray_connection(address: str | None, own_address: str | None = None) -> Itera
         yield
     finally:
         atexit.unregister(ray.shutdown)  # it would wait for a head that is gone, as here
-        with suppress(TimeoutError):
+        with suppress(Exception):  # the run is over: its exit code counts
             _in_thread(ray.shutdown).result(_END_S)
 
 
@@ -186,7 +186,7 @@ def joined_nodes(
 
     Raises:
         UserError: not all came in `supervise.nodes_timeout_s`, or one cannot be used.
-        WorkerError: Ray ended on this node.
+        WorkerError: Ray ended on this node, or does not answer.
         KeyboardInterrupt: the launcher got a signal, whose number is its argument.
     """
     ports = scanned_ports(config, member.master_port or DEFAULT_MASTER_PORT)
@@ -195,8 +195,15 @@ def joined_nodes(
         # Ray waits for a head that is gone: this thread hears of it, and of signals.
         joining = _in_thread(partial(_join, config, num_nodes, member.world_size > 1, ports, stopped))
         joining.add_done_callback(lambda _: signals.put(None))
+        deadline = time.monotonic() + config.supervise.nodes_timeout_s + _RESERVE_S + _CALL_S
         while not joining.done():
-            event = signals.get()
+            try:
+                event = signals.get(timeout=max(deadline - time.monotonic(), 0.0))
+            except Empty:
+                raise WorkerError(
+                    "Ray does not answer; the head of its cluster may be gone. See `ray status`; start the cluster "
+                    "again if it is gone, then start the same command again to resume the run."
+                ) from None
             if isinstance(event, Interrupted):
                 raise KeyboardInterrupt(event.signum)
             if isinstance(event, ChildExited):
@@ -222,7 +229,7 @@ def joined_nodes(
         yield Place(cluster, busy_ports, partial(_opened, nodes), True, partial(_let_go, nodes))
     finally:
         _let_go(nodes, None)
-        with suppress(TimeoutError):
+        with suppress(Exception):  # Ray removes it when the launcher ends; the run's exit code counts
             _in_thread(partial(remove_placement_group, group)).result(_END_S)
 
 

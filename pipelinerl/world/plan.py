@@ -149,7 +149,7 @@ def _split_cluster(config: RunConfig, cluster: Cluster, model: ModelShape | None
     places = split.actor_places + split.preprocessor_llms
     for_ranks = cluster.num_gpus - (0 if split.is_shared else places * per_llm)
     if places > fitting or split.finetune_ranks > for_ranks:
-        raise _too_few_gpus(world, cluster, split)
+        raise _too_few_gpus(world, cluster, split, fitting)
     return split
 
 
@@ -267,8 +267,14 @@ def _check_room(config: RunConfig) -> None:
         )
 
 
-def _too_few_gpus(world: WorldConfig, cluster: Cluster, split: _Split) -> ConfigError:
+def _too_few_gpus(world: WorldConfig, cluster: Cluster, split: _Split, fitting: int) -> ConfigError:
+    """`fitting`: how many groups of GPUs there are that can have servers."""
     most, per_llm = cluster.most_gpus, split.gpus_per_llm
+    if split.is_shared and per_llm <= most:  # then a count is too high
+        key, count, limit = "num_finetune_ranks", split.finetune_ranks, cluster.num_gpus
+        if count <= limit:
+            key, count, limit = "num_actor_llms", split.actor_llms, fitting * split.llms_per_gpu
+        return ConfigError(f"world.{key}", count, f"at most {limit} on {cluster.describe()}", "Lower it.")
     needs = [f"{split.actor_places * per_llm} for {split.actor_llms} actor servers"]
     if split.preprocessor_llms:
         needs.append(f"{split.preprocessor_llms * per_llm} for {split.preprocessor_llms} reference servers")

@@ -284,14 +284,14 @@ def test_a_run_is_resumed_when_a_node_comes_back(nodes: TwoNodes) -> None:
     assert (codes[0], codes[2]) == (0, 0)
 
 
-@pytest.mark.parametrize(("first", "said"), [(0, "1 node(s) of 2"), (1, "waits for node 0")])
+@pytest.mark.parametrize(("first", "said"), [(0, "1 node(s) of 2"), (1, "waiting for node 0")])
 def test_a_node_that_joins_late_is_waited_for(nodes: TwoNodes, first: int, said: str) -> None:
     nodes.describe({"1:verifier_0": SLEEP, "0:actor_0": ENDS})
     nodes.start_node(first)
     nodes.wait_until_said(first, said)
     time.sleep(10)
     nodes.start_node(1 - first)
-    nodes.wait_until_said(1, "joins node 0")
+    nodes.wait_until_said(1, "joining node 0")
     nodes.root.mkdir(exist_ok=True)
     (nodes.root / "end").touch()
     assert nodes.end(START_S) == ([0, 0], "None")

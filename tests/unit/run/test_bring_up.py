@@ -9,7 +9,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from pathlib import Path
 from queue import SimpleQueue
 from types import SimpleNamespace
@@ -23,16 +23,19 @@ pytest.importorskip("ray")
 from ray.exceptions import RayError
 
 from pipelinerl.config import RunConfig
+from pipelinerl.config.load import save_config
 from pipelinerl.errors import ConfigError, UserError, WorkerError
-from pipelinerl.run import bring_up, ray_nodes
-from pipelinerl.run.node_agent import NODE_FOLDER_KEY, Facts, NodeAgent, read_outcome
+from pipelinerl.run import bring_up, node_agent, ray_nodes
+from pipelinerl.run.node_agent import NODE_FOLDER_KEY, Facts, NodeAgent, pass_signal, read_outcome
 from pipelinerl.run.processes import ChildExited, Interrupted, Outcome
+from pipelinerl.rundir.layout import RunDir, RunIdentity, write_identity
 from pipelinerl.version import __version__
 from pipelinerl.world import (
     Cluster,
     ClusterMember,
     ClusterNode,
     FreePorts,
+    WorldMap,
     build_world_map,
     described_cluster,
 )
@@ -175,6 +178,37 @@ def test_a_head_that_is_gone_is_not_waited_for(
     assert time.monotonic() - started < 20
 
 
+@pytest.mark.parametrize("what", ["remove_placement_group", "shutdown"])
+def test_what_ray_raises_in_the_end_does_not_replace_the_exit_code(
+    cluster: FakeRay, monkeypatch: pytest.MonkeyPatch, what: str
+) -> None:
+    def fail(*arguments: Any) -> None:
+        raise RuntimeError("the head is gone")
+
+    is_shutdown = what == "shutdown"
+    ray: Any = ray_nodes.ray
+    ray.init, ray.shutdown = MagicMock(), fail
+    monkeypatch.setattr(ray_nodes, "remove_placement_group", fail)
+    config, codes = config_of(), list[int]()
+    nodes = ray_nodes.joined_nodes(config, ClusterMember(), 1, SimpleQueue(), SimpleQueue())
+    with ray_nodes.ray_connection("h:1") if is_shutdown else nodes:
+        codes.append(0)
+    assert codes == [0]
+
+
+def test_a_cluster_that_never_answers_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An existing cluster whose head is gone: no process of this node ends, and Ray would wait for an hour."""
+    ends = threading.Event()
+    monkeypatch.setattr(ray_nodes, "_join", lambda *arguments: ends.wait())
+    monkeypatch.setattr(ray_nodes, "_CALL_S", 0.1)
+    monkeypatch.setattr(ray_nodes, "_RESERVE_S", 0.1)
+    config = config_of(nodes_timeout_s=0.1)
+    nodes = ray_nodes.joined_nodes(config, ClusterMember(), 1, SimpleQueue(), SimpleQueue())
+    with pytest.raises(WorkerError), nodes:
+        pass
+    ends.set()
+
+
 def test_what_ray_raises_reaches_the_launcher(monkeypatch: pytest.MonkeyPatch) -> None:
     def ask(*arguments: Any) -> None:
         raise ValueError("no such node")
@@ -247,7 +281,43 @@ def _environ(process: psutil.Process) -> dict[str, str]:
     return {}
 
 
-def test_a_node_ends_with_the_outcome_that_its_agent_leaves(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+@pytest.mark.parametrize("signum", [None, 15])
+def test_a_signal_between_two_starts_reaches_the_second(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, signum: int | None
+) -> None:
+    identity, config, run_dir = RunIdentity(run_id="run-a", incarnation=1), config_of(), RunDir(tmp_path)
+    write_identity(run_dir.identity_file, identity)
+    save_config(config, run_dir.config_file)
+    run_dir.world_file.write_text(WorldMap([], "cpu", 2, "h", 1).to_json())
+    were_there: list[bool] = []
+
+    def local_node(*arguments: Any) -> Any:
+        were_there.append((tmp_path / "signal").exists())
+        return nullcontext(MagicMock())
+
+    monkeypatch.setattr(node_agent, "local_node", local_node)
+    monkeypatch.setattr(node_agent, "check_node", MagicMock())
+    monkeypatch.setattr(node_agent.logging, "basicConfig", MagicMock())
+    monkeypatch.setenv(NODE_FOLDER_KEY, str(tmp_path))
+
+    def begun() -> NodeAgent:
+        agent = NodeAgent("h", 0, 1, silence_s=1e6)
+        assert agent.begin(1, str(tmp_path), identity, 2, "token", {}, os.getcwd()) is None
+        return agent
+
+    assert not pass_signal(tmp_path, 15)  # nobody reads it: the launcher itself ends
+    first = begun()
+    assert first.report(0).signum is None
+    first.leave(None)
+    assert signum is None or pass_signal(tmp_path, signum)
+    assert begun().report(0).signum == signum
+    assert were_there == [True, True], "a report reads the file once there is a node"
+
+
+@pytest.mark.parametrize("close", ["ends", "raises", "hangs"])
+def test_a_node_ends_with_the_outcome_that_its_agent_leaves(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, close: str
+) -> None:
     @contextmanager
     def here(*arguments: Any) -> Iterator[Any]:
         yield SimpleNamespace(head="h:1", address="h", folder=tmp_path, child=None)
@@ -255,7 +325,14 @@ def test_a_node_ends_with_the_outcome_that_its_agent_leaves(monkeypatch: pytest.
     monkeypatch.setattr(bring_up, "ray_here", here)
     monkeypatch.setenv(NODE_FOLDER_KEY, str(tmp_path))
     agent, seen = NodeAgent("h", 0, 1, silence_s=600), list[Any]()
+    ends = threading.Event()
+    if close == "raises":
+        agent._stack.callback(lambda: [][0])
+    if close == "hangs":
+        monkeypatch.setattr(node_agent, "_CLOSE_S", 0.1)
+        agent._stack.callback(ends.wait)
     agent._stack.callback(lambda: seen.append(read_outcome(tmp_path)))
     threading.Timer(0.3, agent.leave, [Outcome("failed", "why", 1)]).start()
     assert bring_up.serve_node(config_of(heartbeat_interval_s=0.05), ClusterMember(2, 1), MACHINE) == 1
+    ends.set()
     assert seen == [None], "what the jobs of the node shared has ended before"

@@ -222,6 +222,12 @@ def load_problems(names): ...
 async def generate_rollout(cfg, llm, problem, session): ...
 @json.dumps
 def wrapped(cfg): ...
+def rewrapped(cfg): ...
+rewrapped = json.dumps(rewrapped)
+class Task:
+    def method(self): ...
+def local():
+    variable = 1
 raise RuntimeError("the file was run")
 """
 
@@ -274,6 +280,9 @@ def test_a_dry_run_does_not_look_for_a_model_on_the_hub(tmp_path: Path) -> None:
         ("static_names.load_quickly", False, None),
         ("static_names.CONSTANT", False, None),  # a start tells that it is no function
         ("static_names.wrapped", True, None),
+        ("static_names.rewrapped", True, None),
+        ("static_names.method", False, "'method'"),
+        ("static_names.variable", False, "'variable'"),
         ("static_names.load_problem", False, "static_names.load_problems"),
         ("static_names.generate_rollot", True, "static_names.generate_rollout"),
         ("static_names.zzz", True, "'zzz'"),

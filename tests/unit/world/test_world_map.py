@@ -345,6 +345,22 @@ IMPOSSIBLE: dict[str, tuple[dict[str, Any], str, tuple[str, ...]]] = {
         {"gpus": 4, "num_actor_llms": 3, "num_finetune_ranks": 2},
         *("world", ("3 for 3", "at least 2")),
     ),
+    "more ranks than shared GPUs": (
+        {"gpus": 2, "placement": "colocated", "num_finetune_ranks": 4},
+        *("world.num_finetune_ranks", ("got 4", "at most 2")),
+    ),
+    "more servers than shared GPUs": (
+        {"gpus": 4, "placement": "colocated", "num_actor_llms": 3, "vllm_kwargs": {"tensor-parallel-size": 2}},
+        *("world.num_actor_llms", ("got 3", "at most 2")),
+    ),
+    "more servers than the only GPU may have": (
+        {"gpus": 1, "servers_per_gpu": 2, "num_actor_llms": 3, "model": SMALL, **H200},
+        *("world.num_actor_llms", ("got 3", "at most 2")),
+    ),
+    "TP beyond shared GPUs": (
+        {"gpus": 2, "placement": "colocated", "vllm_kwargs": {"tensor-parallel-size": 4}},
+        *("world", ("4 for 1", "parallel size")),
+    ),
     "PP on CPUs": (
         {"vllm_kwargs": {"pipeline_parallel_size": 2}},
         *("vllm_config.vllm_kwargs.pipeline-parallel-size", ("2",)),
