@@ -126,7 +126,7 @@ def _hardware(args: argparse.Namespace, here: Machine | None, has_gpus: bool) ->
     """The machine that the flags describe, and this one for the rest.
 
     Raises:
-        ConfigError: the kind of GPU is unknown.
+        ConfigError: the kind of GPU is unknown, or not given where there is none to ask.
     """
     host = args.ram_gib * GIB if args.ram_gib else memory_of_machine()
     if not has_gpus:
@@ -138,7 +138,7 @@ def _hardware(args: argparse.Namespace, here: Machine | None, has_gpus: bool) ->
         machine = card_machine(args.card or f"GPU of {args.gpu_memory_gib:g} GiB", memory)
         return replace(machine, host_bytes=host)
     if here is None or here.on_cpu:
-        raise ConfigError("--card", None, f"the kind of GPU: {', '.join(CARDS)}", "Or give --gpu-memory-gib.")
+        raise ConfigError("--card", "nothing", f"one of {', '.join(CARDS)}", "This machine has no GPU to ask.")
     return replace(here, host_bytes=host)
 
 
