@@ -26,7 +26,7 @@ from typing import Any
 from xml.etree import ElementTree
 
 import torch
-from benchmark_common import REPOSITORY, visible_gpus
+from benchmark_common import REPOSITORY, child_environ, visible_gpus
 
 SEEDS = (1, 2, 3)
 _END_S = 60.0
@@ -62,7 +62,10 @@ def measurements(model: str, out: Path) -> dict[str, Measurement]:
     runs = "scripts/benchmark_runs.py"
     load = "--device cuda --samples-per-step 256 --mean-tokens 128 --concurrency 256"
     league = f"scripts/league.py --model {shlex.quote(model)}"
-    turns = "world.placement=colocated schedule=conventional steps_per_generation=1 max_lag=null"
+    turns = (
+        "world.placement=colocated schedule=conventional steps_per_generation=1 max_lag=null "
+        "vllm_config.vllm_kwargs.gpu-memory-utilization=0.5"
+    )
     lora = "finetune.lora.enabled=true finetune.gradient_checkpointing=true"
     for count in (1, 2):
         add(f"tests-{count}", f"-m pytest -v -rA --junitxml {here}/tests-{count}.xml tests/gpu")
@@ -153,7 +156,7 @@ async def _run(measurement: Measurement, out: Path, machine: Machine, timeout_s:
     async with machine.take(measurement.num_gpus) as places:
         begun = time.monotonic()
         visible = visible_gpus(",".join(map(str, places)), os.environ.get("CUDA_VISIBLE_DEVICES"))
-        environ = {**os.environ, "CUDA_VISIBLE_DEVICES": visible, "PYTHONPATH": str(REPOSITORY)}
+        environ = {**child_environ(), "CUDA_VISIBLE_DEVICES": visible}
         print(f"{measurement.name}: on GPU {visible}", flush=True)
         code = 0
         with (out / f"{measurement.name}.log").open("wb") as log:

@@ -1,7 +1,7 @@
 """Compiles the decoder layers of a policy (`torch.compile`): a few kernels per layer instead of a hundred.
 
-All layers share one graph for all micro-batches. It is verified first: log-probs and gradients must match those of the
-uncompiled layers up to rounding, otherwise the layers stay uncompiled. Passes without gradients (probes, the reference
+All layers share one graph for all micro-batches. It is verified first: log-probs and gradients must be as near to those
+in fp32 as without it, otherwise the layers stay uncompiled. Passes without gradients (probes, the reference
 model) are not compiled, as they would need another graph (`PolicyModel.products`). `TORCH_COMPILE_DISABLE=1` in the
 environment turns it off.
 """
@@ -20,7 +20,7 @@ from torch._dynamo.utils import counters
 from pipelinerl.config import RunConfig
 from pipelinerl.finetune.attention import VARLEN_ATTENTION
 from pipelinerl.finetune.experts import own_experts_parameters
-from pipelinerl.finetune.model_check import sample_tokens, token_batch
+from pipelinerl.finetune.model_check import exact_fp32, sample_tokens, token_batch
 from pipelinerl.finetune.policy import PolicyModel, decoder_layers
 
 logger = logging.getLogger(__name__)
@@ -30,9 +30,10 @@ _TRIAL_TOKENS, _TRIAL_SHARES = 4096, (0.4, 0.25, 0.2, 0.15)
 #: Otherwise micro-batches of other sizes would need graphs of their own: padding of matrices (models need none) and
 #: reduction over rows and columns in one kernel would depend on the number of tokens.
 _OPTIONS = {"shape_padding": False, "triton.mix_order_reduction_non_strict_mode": True}
-#: Mean |log-prob difference|, and difference of gradients in relation to their norm. bf16 alone makes 0.02 to 0.03
-#: nats and 0.02 (135M and 0.5B).
-_LOGPROB_TOLERANCE, _GRADIENT_TOLERANCE = 0.05, 0.06
+#: Errors that are always allowed: mean |log-prob difference| to fp32, and difference of gradients in relation to their
+#: norm. Beyond, those of the uncompiled layers times `_MARGIN`: what bf16 alone makes depends on the model (0.03 nats
+#: and 0.06 with a trained 135M on a CPU, where the compiled layers make 0.025 and 0.014).
+_LOGPROB_TOLERANCE, _GRADIENT_TOLERANCE, _MARGIN = 0.03, 0.03, 1.2
 _VALUES_OF_A_GRADIENT = 1024
 
 
@@ -58,13 +59,15 @@ def compile_layers(policy: PolicyModel, pack_tokens: int, backend: str | Callabl
     # A layer is smaller than what DDP sends at once, so it need not be cut.
     torch._dynamo.config.optimize_ddp = False
     try:
-        expected = _passes(policy, samples)
+        with exact_fp32(policy):
+            exact = _passes(policy, samples)
+        without = _errors(_passes(policy, samples), exact)
         breaks = counters["graph_break"].total()
         for layer in layers:
             options = _OPTIONS if backend == "inductor" else None
             layer.compile(backend=backend, dynamic=True, options=options)
-        differences = _differences(_passes(policy, samples), expected)
-        fault = _fault(*differences)
+        errors = _errors(_passes(policy, samples), exact)
+        fault = _fault(errors, without)
         if counters["graph_break"].total() > breaks:
             fault = "they are not one graph"
     # Raised by torch for code that it cannot compile, and for a missing or broken C compiler.
@@ -73,8 +76,7 @@ def compile_layers(policy: PolicyModel, pack_tokens: int, backend: str | Callabl
     policy.zero_grad(set_to_none=True)
     policy.has_compiled_layers = fault is None
     if fault is None:
-        what = "decoder layers compiled in %.0f s: log-probs change by %.2g, gradients by %.2g of their norm"
-        logger.info(what, time.perf_counter() - start, *differences)
+        logger.info("decoder layers compiled in %.0f s: %s", time.perf_counter() - start, _told(errors, without))
         return
     for layer in layers:
         layer._compiled_call_impl = None
@@ -93,15 +95,21 @@ def _passes(policy: PolicyModel, samples: Sequence[Sequence[int]]) -> tuple[torc
     return logprobs.detach(), torch.cat(some)
 
 
-def _differences(
-    found: tuple[torch.Tensor, torch.Tensor], expected: tuple[torch.Tensor, torch.Tensor]
-) -> tuple[float, float]:
-    relative = (found[1] - expected[1]).norm() / expected[1].norm()
-    return float((found[0] - expected[0]).abs().mean()), float(relative)
+def _errors(found: tuple[torch.Tensor, torch.Tensor], exact: tuple[torch.Tensor, torch.Tensor]) -> tuple[float, float]:
+    relative = (found[1] - exact[1]).norm() / exact[1].norm()
+    return float((found[0] - exact[0]).abs().mean()), float(relative)
 
 
-def _fault(difference: float, relative: float) -> str | None:
+def _fault(errors: tuple[float, float], without: tuple[float, float]) -> str | None:
+    limits = [max(_LOGPROB_TOLERANCE, _MARGIN * without[0]), max(_GRADIENT_TOLERANCE, _MARGIN * without[1])]
     # NaN must be a fault.
-    if difference <= _LOGPROB_TOLERANCE and relative <= _GRADIENT_TOLERANCE:
+    if all(error <= limit for error, limit in zip(errors, limits, strict=True)):
         return None
-    return f"log-probs change by {difference:.2g}, gradients by {relative:.2g} of their norm"
+    return _told(errors, without)
+
+
+def _told(errors: tuple[float, float], without: tuple[float, float]) -> str:
+    return (
+        f"log-probs are {errors[0]:.2g} nats from fp32 (uncompiled {without[0]:.2g}), gradients {errors[1]:.2g} of "
+        f"their norm ({without[1]:.2g})"
+    )

@@ -12,7 +12,7 @@ from torch._dynamo.utils import counters
 
 from pipelinerl.config import RunConfig
 from pipelinerl.config.finetune import LoraConfig
-from pipelinerl.finetune import attention
+from pipelinerl.finetune import attention, compiled_layers
 from pipelinerl.finetune.backends.base import PlainBackend
 from pipelinerl.finetune.compiled_layers import can_compile, compile_layers
 from pipelinerl.finetune.lora import add_adapters
@@ -103,6 +103,14 @@ def test_what_computes_something_else_is_not_used(kit, caplog):
         compile_layers(policy, pack_tokens=128, backend=wrong)
     assert not policy.has_compiled_layers and len(caplog.records) == 1
     same(gradients(kit, policy), expected)
+
+
+def test_what_rounds_no_worse_than_the_layers_as_they_were_is_used(kit, monkeypatch):
+    monkeypatch.setattr(compiled_layers, "_LOGPROB_TOLERANCE", 0.0)
+    monkeypatch.setattr(compiled_layers, "_GRADIENT_TOLERANCE", 0.0)
+    policy = varlen_policy(kit, compute_dtype=torch.bfloat16)
+    compile_layers(policy, pack_tokens=128, backend="eager")
+    assert policy.has_compiled_layers
 
 
 @pytest.mark.parametrize(
