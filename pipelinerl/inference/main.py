@@ -123,6 +123,7 @@ def serve(settings: ServerSettings, cpu_kv_cache_gib: float = 1.0) -> None:
     """
     if settings.adapter is not None:
         settings = replace(settings, adapter=room_in(settings.adapter, settings.model))
+    settings = with_fp32_attention(settings)
     argv, notes = server_arguments(settings)
     for note in notes:
         logger.warning(note)
@@ -146,6 +147,22 @@ def room_in(room: AdapterRoom, model: str) -> AdapterRoom:
     folder = None if room.layers else local_folder(model)
     tensors = None if folder is None else read_manifest(folder)
     return room if tensors is None else replace(room, layers=layers_of(tensors))
+
+
+def with_fp32_attention(settings: ServerSettings) -> ServerSettings:
+    """`settings` with the attention backend that a model with latent attention (MLA) needs in fp32 on a CPU.
+
+    On CPUs with AMX vLLM 0.32 takes the AMX one, which supports bf16 only.
+    """
+    options, _ = check_options(settings.vllm_kwargs)
+    folder = local_folder(settings.model) if settings.on_cpu else None
+    file = None if folder is None else folder / "config.json"
+    if file is None or not file.is_file() or options.get("dtype", settings.dtype) not in ("float32", "float"):
+        return settings
+    config = json.loads(file.read_bytes())
+    if "attention-backend" in options or not (config.get("text_config") or config).get("kv_lora_rank"):
+        return settings
+    return replace(settings, vllm_kwargs={**settings.vllm_kwargs, "attention-backend": "CPU_MLA"})
 
 
 def _is_eager(kwargs: Mapping[str, object]) -> bool:

@@ -82,7 +82,10 @@ def test_an_answer_loads_no_torch(tmp_path: Path, model: Path) -> None:
     assert time.monotonic() - started < 20
 
 
-TURNS = ("--gpus=1", "--card=h200", "world=single_gpu", "schedule=conventional", "backend=plain", "model_path=x-3B")
+TURNS = (
+    *("--gpus=1", "--card=h200", "world.placement=colocated", "world.servers_per_gpu=1", "schedule=conventional"),
+    *("backend=plain", "model_path=x-3B"),
+)
 
 
 def test_a_smaller_cache_makes_room_on_a_card_of_both(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -41,8 +41,7 @@ def test_every_configuration_composes_and_an_experiment_has_a_task_and_no_remark
 
 @pytest.mark.parametrize(("group", "name"), CHOICES)
 def test_every_choice_of_a_group_composes(group: str, name: str) -> None:
-    schedule = "conventional" if name == "single_gpu" else "pipeline"
-    notes = compose([f"{group}={name}", f"schedule={schedule}", "output_dir=results/x"]).notes
+    notes = compose([f"{group}={name}", "output_dir=results/x"]).notes
     assert group != "finetune" or notes == []
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -24,7 +25,7 @@ from pipelinerl.inference.arguments import (
     server_arguments,
     serves_adapter,
 )
-from pipelinerl.inference.main import adapter_room, prepare_environment, settings_of_job
+from pipelinerl.inference.main import adapter_room, prepare_environment, settings_of_job, with_fp32_attention
 from pipelinerl.world import Job, WorldMap
 
 
@@ -256,6 +257,28 @@ def test_a_server_that_shares_its_gpu_has_what_the_plan_gives_it(key: str) -> No
         *(str(2**30), "0.05")
     ]
     assert not {"--gpu_memory_utilization", "0.9"} & set(argv)
+
+
+@pytest.mark.parametrize(
+    ("config", "changes", "added"),
+    [
+        ({"kv_lora_rank": 64}, {}, {"attention-backend": "CPU_MLA"}),
+        ({"text_config": {"kv_lora_rank": 64}}, {}, {"attention-backend": "CPU_MLA"}),
+        ({"kv_lora_rank": None}, {}, {}),
+        ({}, {}, {}),
+        (None, {}, {}),
+        ({"kv_lora_rank": 64}, {"on_cpu": False}, {}),
+        ({"kv_lora_rank": 64}, {"vllm_kwargs": {"dtype": "bfloat16"}}, {}),
+        ({"kv_lora_rank": 64}, {"vllm_kwargs": {"attention_backend": "AMX_MLA"}}, {}),
+    ],
+)
+def test_latent_attention_is_in_fp32_on_a_cpu(
+    tmp_path: Path, config: dict[str, object] | None, changes: dict[str, object], added: dict[str, object]
+) -> None:
+    if config is not None:
+        (tmp_path / "config.json").write_text(json.dumps(config))
+    given = settings(model=str(tmp_path), dtype="float32", **changes)
+    assert with_fp32_attention(given).vllm_kwargs == {**given.vllm_kwargs, **added}
 
 
 @pytest.mark.parametrize("trusted", [True, False])
