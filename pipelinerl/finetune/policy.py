@@ -87,8 +87,8 @@ class PolicyModel(torch.nn.Module):
         self.adapter_config: Any = None
         #: Servers have the frozen model themselves and get the adapter alone.
         self.sends_adapter = False
-        #: Set by `compiled_layers.compile_layers`.
-        self.has_compiled_layers = False
+        #: Set by `compiled_layers.compile_layers`; None: not tried.
+        self.has_compiled_layers: bool | None = None
         self.has_linear_head = has_linear_head(language_model)
         self.value_head: torch.nn.Linear | None = None
         if with_values:

@@ -239,6 +239,12 @@ def failing_rollouts(curves: Curves) -> str | None:
     return None
 
 
+def plain_layers(curves: Curves) -> str | None:
+    if curves.now("finetune/compiled_layers") == 0:
+        return "the trainer's decoder layers are not compiled, so steps take longer"
+    return None
+
+
 _ENTROPY, _LENGTH = "rl/entropy_estimate", "actor/output_tokens_per_rollout"
 _LOOK = "Read what the model says: `python -m pipelinerl samples RUN_DIR`"
 #: Each rule says what it saw in the curves, or None; a finding has its name, and the advice here.
@@ -261,6 +267,8 @@ RULES: dict[Callable[[Curves], str | None], str] = {
     f"{_LOOK} --best 5; finetune.keep_best keeps the best model.",
     stale_samples: "Lower max_lag, or give the trainer more GPUs.",
     failing_rollouts: "See the actor's stderr.log and `python -m pipelinerl audit RUN_DIR`.",
+    plain_layers: "The reason is in finetune_0/stderr.log, often no C compiler; TORCH_COMPILE_DISABLE=1 turns the "
+    "attempt off.",
 }
 
 

@@ -90,6 +90,7 @@ FAULTS: dict[str, tuple[str, dict[str, Curve]]] = {
         {"preprocessor/stale_samples": lambda step: 100.0 * max(0, step - PLANTED)},
     ),
     "rollouts fail": ("failing_rollouts", {"actor/failed_bad_reward": lambda step: 200.0 * max(0, step - PLANTED)}),
+    "a trial that failed": ("plain_layers", changed(**{"finetune/compiled_layers": 0.0})),
     "errors in one data set": ("failing_rollouts", changed(**{"actor/sums/no_error": 0.5})),
 }
 
