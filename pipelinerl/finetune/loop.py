@@ -326,9 +326,8 @@ class Trainer:
         values = step_metrics(batch, result.metrics, result.grad_norm, result.learning_rate, times)
         self.reporter.step_done(batch, self.state, times.wait_data_s)
         if (compiled := self.backend.policy.has_compiled_layers) is not None:
-            values["finetune/compiled_layers"] = float(
-                compiled
-            )  #: 1: decoder layers are compiled, 0: their trial failed
+            #: 1: the decoder layers are compiled; 0: their trial failed
+            values["finetune/compiled_layers"] = float(compiled)
         self.reporter.metrics.log(self.state.step, values | peak_memory(self.ranks.device))
         logger.info(
             "step %d: loss %.4g, reward %.3f, ess %.3f, grad norm %.3g, lag %.2f, %d samples in %.2f s (waited %.2f s)",

@@ -34,6 +34,7 @@ HEALTHY: dict[str, Curve] = {
     "finetune/loss": lambda step: 0.0,
     "finetune/samples": lambda step: 512.0,
     "finetune/ess": lambda step: 0.95,
+    "finetune/compiled_layers": lambda step: 1.0,
     "finetune/kl_sampler_trainer": lambda step: 1e-3,
     "finetune/zero_advantage_fraction": lambda step: 0.3,
     "rl/entropy_estimate": lambda step: 0.8 - 0.005 * step,
