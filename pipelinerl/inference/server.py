@@ -1,4 +1,4 @@
-"""vLLM's OpenAI server in this process: its options, a pause that does not sleep, and what CPUs need.
+"""vLLM's OpenAI server in this process: its options, and what CPUs need.
 
 Imported only once the environment is set (`main.prepare_environment`): vLLM reads some variables at import.
 """
@@ -15,7 +15,8 @@ from vllm.entrypoints.serve.utils.api_utils import cli_env_setup
 from vllm.model_executor.models.config import MambaModelConfig
 from vllm.platforms import current_platform
 from vllm.utils.argparse_utils import FlexibleArgumentParser
-from vllm.v1.engine.async_llm import AsyncLLM
+
+from pipelinerl.inference.request_scheduler import pause_without_sleep
 
 #: Longest wait for open requests when the server ends. After the death of a worker some never end by themselves.
 _GRACE_S = 5
@@ -44,20 +45,6 @@ def run(argv: list[str]) -> None:
     rotate_by_torch(args.compilation_config.custom_ops)
     validate_parsed_serve_args(args)
     uvloop.run(run_server(args, timeout_graceful_shutdown=_GRACE_S))
-
-
-def pause_without_sleep() -> None:
-    """Replace vLLM's pause, which sleeps 20 ms so that outputs on their way are returned first.
-
-    Updates need no such order: the version of a token is set in the engine.
-    """
-
-    async def pause_generation(self: AsyncLLM, *, mode: str = "abort", clear_cache: bool = True) -> None:
-        if clear_cache:
-            await self.renderer.clear_mm_cache_async()
-        await self.engine_core.pause_scheduler_async(mode=mode, clear_cache=clear_cache)
-
-    AsyncLLM.pause_generation = pause_generation  # type: ignore[assignment, method-assign]
 
 
 def serve_hybrids_whole_prompts() -> None:

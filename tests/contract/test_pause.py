@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from vllm.v1.engine.async_llm import AsyncLLM
 
-from pipelinerl.inference.server import pause_without_sleep
+from pipelinerl.inference.request_scheduler import pause_without_sleep
 
 
 class Recorder:
