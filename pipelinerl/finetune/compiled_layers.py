@@ -9,9 +9,11 @@ environment turns it off.
 from __future__ import annotations
 
 import logging
+import math
 import subprocess
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -83,33 +85,56 @@ def compile_layers(policy: PolicyModel, pack_tokens: int, backend: str | Callabl
     logger.warning("decoder layers are not compiled, so steps take longer: %s", fault)
 
 
-def _passes(policy: PolicyModel, samples: Sequence[Sequence[int]]) -> tuple[torch.Tensor, torch.Tensor]:
-    """Log-probs of `samples` in one row, and some values of the gradient of their sum from each parameter."""
+@dataclass(frozen=True)
+class _Passes:
+    """Log-probs of some samples in one row, and some values of the gradient of their sum from each parameter."""
+
+    logprobs: torch.Tensor
+    gradients: dict[str, torch.Tensor]
+
+
+@dataclass(frozen=True)
+class _Errors:
+    """Mean |log-prob difference| to fp32 in nats, difference of gradients in relation to their norm, and the parameter
+    with the largest part in that."""
+
+    logprobs: float
+    gradients: float
+    worst: str
+
+
+def _passes(policy: PolicyModel, samples: Sequence[Sequence[int]]) -> _Passes:
     batch = token_batch(samples, torch.device("cpu"))
     logprobs = policy(*policy.placed(batch, next(policy.parameters()).device)).logprobs
     with policy.products():
         logprobs.sum().backward()
-    gradients = [p.grad.flatten() for p in policy.parameters() if p.grad is not None]
-    some = [values[:: max(1, len(values) // _VALUES_OF_A_GRADIENT)].float() for values in gradients]
+    gradients = {name: p.grad.flatten() for name, p in policy.named_parameters() if p.grad is not None}
+    some = {name: grad[:: max(1, len(grad) // _VALUES_OF_A_GRADIENT)].float() for name, grad in gradients.items()}
     policy.zero_grad(set_to_none=True)
-    return logprobs.detach(), torch.cat(some)
+    return _Passes(logprobs.detach(), some)
 
 
-def _errors(found: tuple[torch.Tensor, torch.Tensor], exact: tuple[torch.Tensor, torch.Tensor]) -> tuple[float, float]:
-    relative = (found[1] - exact[1]).norm() / exact[1].norm()
-    return float((found[0] - exact[0]).abs().mean()), float(relative)
+def _errors(found: _Passes, exact: _Passes) -> _Errors:
+    parts = {
+        name: float((found.gradients[name] - grad).norm()) if name in found.gradients else math.inf
+        for name, grad in exact.gradients.items()
+    }
+    norm = float(torch.cat([*exact.gradients.values()]).norm())
+    logprobs = float((found.logprobs - exact.logprobs).abs().mean())
+    return _Errors(logprobs, math.hypot(*parts.values()) / norm, max(parts, key=lambda name: parts[name]))
 
 
-def _fault(errors: tuple[float, float], without: tuple[float, float]) -> str | None:
-    limits = [max(_LOGPROB_TOLERANCE, _MARGIN * without[0]), max(_GRADIENT_TOLERANCE, _MARGIN * without[1])]
+def _fault(errors: _Errors, without: _Errors) -> str | None:
     # NaN must be a fault.
-    if all(error <= limit for error, limit in zip(errors, limits, strict=True)):
+    if errors.logprobs <= max(_LOGPROB_TOLERANCE, _MARGIN * without.logprobs) and errors.gradients <= max(
+        _GRADIENT_TOLERANCE, _MARGIN * without.gradients
+    ):
         return None
-    return _told(errors, without)
+    return f"{_told(errors, without)}; the largest part is in {errors.worst}"
 
 
-def _told(errors: tuple[float, float], without: tuple[float, float]) -> str:
+def _told(errors: _Errors, without: _Errors) -> str:
     return (
-        f"log-probs are {errors[0]:.2g} nats from fp32 (uncompiled {without[0]:.2g}), gradients {errors[1]:.2g} of "
-        f"their norm ({without[1]:.2g})"
+        f"log-probs are {errors.logprobs:.2g} nats from fp32 (uncompiled {without.logprobs:.2g}), gradients "
+        f"{errors.gradients:.2g} of their norm ({without.gradients:.2g})"
     )
