@@ -14,7 +14,7 @@ import secrets
 import threading
 import time
 from collections.abc import Callable, Collection, Coroutine, Mapping, Sequence
-from concurrent.futures import Future
+from concurrent.futures import Future, as_completed
 from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
 from urllib.parse import urlsplit
@@ -289,8 +289,8 @@ class WeightPublisher:
         """
         limit_s = self._timeout_s if start_timeout_s is None else start_timeout_s
         joining = [self.join(address, limit_s, is_late=False) for address in servers]
-        for future in joining:
-            if error := future.result(limit_s + self._timeout_s + _MARGIN_S):
+        for future in as_completed(joining, limit_s + self._timeout_s + _MARGIN_S):
+            if error := future.result():
                 raise error
 
     def join(

@@ -108,6 +108,17 @@ def test_connect_quotes_a_refusal_and_names_a_server_that_never_comes_up(model) 
             publisher.connect([ServerAddress("b", f"http://127.0.0.1:{port}")], start_timeout_s=0.5)
 
 
+def test_connect_does_not_wait_for_other_servers_once_one_refuses() -> None:
+    with FakeServer() as server, WeightPublisher(server.token, timeout_s=LIMIT_S) as publisher, refused_port() as port:
+        server.inject("/get_world_size", Fault("status", 503, "still loading"))
+        started = time.monotonic()
+        with pytest.raises(WeightSyncError, match="still loading"):
+            publisher.connect(
+                [ServerAddress(n, u) for n, u in (("b", f"http://127.0.0.1:{port}"), ("a", server.url))], 20
+            )
+        assert time.monotonic() - started < 10
+
+
 def test_o4_proxies_of_the_environment_are_ignored(servers, model, monkeypatch) -> None:
     for name in ("http_proxy", "HTTP_PROXY", "ALL_PROXY"):
         monkeypatch.setenv(name, "http://127.0.0.1:9")
