@@ -92,7 +92,7 @@ def measurements(model: str, out: Path) -> dict[str, Measurement]:
         "llm.parameters.max_tokens=256",
         "finetune.learning_rate=2e-5",
         "finetune.gradient_checkpointing=false",
-        "finetune.max_train_steps=200",
+        "finetune.max_train_steps=450",
     ]
     add("gsm8k-1", f"scripts/word_problems.py {here}/words", launch("gsm8k-1", "gsm8k", *words))
     for seed in SEEDS:
