@@ -27,8 +27,9 @@ from pipelinerl.finetune.policy import PolicyModel, decoder_layers
 
 logger = logging.getLogger(__name__)
 
-#: Tokens of the trial (kernels are tuned for the first sizes that they see), and shares of its samples.
-_TRIAL_TOKENS, _TRIAL_SHARES = 4096, (0.4, 0.25, 0.2, 0.15)
+#: Tokens of the first compiled pass, for which kernels are tuned, and of those that are compared, which in fp32 and
+#: without a fused attention need more memory per token; shares of their samples.
+_TUNING_TOKENS, _COMPARED_TOKENS, _SHARES = 4096, 2048, (0.4, 0.25, 0.2, 0.15)
 #: Otherwise micro-batches of other sizes would need graphs of their own: padding of matrices (models need none) and
 #: reduction over rows and columns in one kernel would depend on the number of tokens.
 _OPTIONS = {"shape_padding": False, "triton.mix_order_reduction_non_strict_mode": True}
@@ -56,8 +57,10 @@ def compile_layers(policy: PolicyModel, pack_tokens: int, backend: str | Callabl
     """
     start = time.perf_counter()
     layers = decoder_layers(policy)
-    total = min(pack_tokens, _TRIAL_TOKENS)
-    samples = sample_tokens(policy, [int(share * total) for share in _TRIAL_SHARES])
+    for_tuning, samples = (
+        sample_tokens(policy, [int(share * min(pack_tokens, tokens)) for share in _SHARES])
+        for tokens in (_TUNING_TOKENS, _COMPARED_TOKENS)
+    )
     # A layer is smaller than what DDP sends at once, so it need not be cut.
     torch._dynamo.config.optimize_ddp = False
     try:
@@ -68,6 +71,7 @@ def compile_layers(policy: PolicyModel, pack_tokens: int, backend: str | Callabl
         for layer in layers:
             options = _OPTIONS if backend == "inductor" else None
             layer.compile(backend=backend, dynamic=True, options=options)
+        _passes(policy, for_tuning)
         errors = _errors(_passes(policy, samples), exact)
         fault = _fault(errors, without)
         if counters["graph_break"].total() > breaks:
