@@ -1,7 +1,7 @@
 """Compiles the decoder layers of a policy (`torch.compile`): a few kernels per layer instead of a hundred.
 
 All layers share one graph for all micro-batches. It is verified first: log-probs and gradients must be as near to those
-in fp32 as without it, otherwise the layers stay uncompiled. Passes without gradients (probes, the reference
+in fp32 as those of the uncompiled layers, which are kept otherwise. Passes without gradients (probes, the reference
 model) are not compiled, as they would need another graph (`PolicyModel.products`). `TORCH_COMPILE_DISABLE=1` in the
 environment turns it off.
 """
@@ -12,7 +12,8 @@ import logging
 import math
 import subprocess
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -24,6 +25,7 @@ from pipelinerl.finetune.attention import VARLEN_ATTENTION
 from pipelinerl.finetune.experts import own_experts_parameters
 from pipelinerl.finetune.model_check import exact_fp32, sample_tokens, token_batch
 from pipelinerl.finetune.policy import PolicyModel, decoder_layers
+from pipelinerl.finetune.sharded_model import wide_for_trial
 
 logger = logging.getLogger(__name__)
 
@@ -45,6 +47,8 @@ def can_compile(policy: PolicyModel, config: RunConfig) -> bool:
     GPU."""
     is_whole = config.backend.type == "plain" and config.finetune.seq_packing
     is_dense = next(own_experts_parameters(policy.language_model), None) is None
+    if torch._dynamo.config.disable:
+        return False
     return policy.attention == VARLEN_ATTENTION and is_whole and is_dense and bool(decoder_layers(policy))
 
 
@@ -64,7 +68,7 @@ def compile_layers(policy: PolicyModel, pack_tokens: int, backend: str | Callabl
     # A layer is smaller than what DDP sends at once, so it need not be cut.
     torch._dynamo.config.optimize_ddp = False
     try:
-        with exact_fp32(policy):
+        with exact_fp32(policy), wide_for_trial(policy), _checkpointed(policy):
             exact = _passes(policy, samples)
         without = _errors(_passes(policy, samples), exact)
         breaks = counters["graph_break"].total()
@@ -80,6 +84,9 @@ def compile_layers(policy: PolicyModel, pack_tokens: int, backend: str | Callabl
     except (RuntimeError, TypeError, AttributeError, ImportError, OSError, subprocess.SubprocessError) as error:
         fault = f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"
     policy.zero_grad(set_to_none=True)
+    if next(policy.parameters()).is_cuda:  # servers may need the memory, and it is no step's
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats()
     policy.has_compiled_layers = fault is None
     if fault is None:
         logger.info("decoder layers compiled in %.0f s: %s", time.perf_counter() - start, _told(errors, without))
@@ -87,6 +94,21 @@ def compile_layers(policy: PolicyModel, pack_tokens: int, backend: str | Callabl
     for layer in layers:
         layer._compiled_call_impl = None
     logger.warning("decoder layers are not compiled, so steps take longer: %s", fault)
+
+
+@contextmanager
+def _checkpointed(policy: PolicyModel) -> Iterator[None]:
+    """Within it only one layer at a time has activations: wide ones of all layers might not fit."""
+    model = policy.language_model
+    if model.is_gradient_checkpointing or not model.supports_gradient_checkpointing:
+        yield
+        return
+    model.gradient_checkpointing_enable({"use_reentrant": False})
+    try:
+        yield
+    finally:
+        model.gradient_checkpointing_disable()
+        model.disable_input_require_grads()
 
 
 @dataclass(frozen=True)
@@ -125,7 +147,8 @@ def _errors(found: _Passes, exact: _Passes) -> _Errors:
     }
     norm = float(torch.cat([*exact.gradients.values()]).norm())
     logprobs = float((found.logprobs - exact.logprobs).abs().mean())
-    return _Errors(logprobs, math.hypot(*parts.values()) / norm, max(parts, key=lambda name: parts[name]))
+    relative = math.hypot(*parts.values()) / norm if norm else math.nan
+    return _Errors(logprobs, relative, max(parts, key=lambda name: parts[name]))
 
 
 def _fault(errors: _Errors, without: _Errors) -> str | None:

@@ -189,8 +189,8 @@ def whole_for_trial(policy: PolicyModel, ranks: Ranks) -> Iterator[None]:
 
 @contextmanager
 def wide_for_trial(policy: PolicyModel) -> Iterator[None]:
-    """Within it a policy with frozen weights in 16 bits computes as if they were in fp32, without gradients: a layer is
-    wide while it runs, what lies outside of the layers all the time."""
+    """Within it a policy with frozen weights in 16 bits computes as if they were in fp32: a layer is wide while it runs
+    (and until its backward pass, unless activations are checkpointed), what lies outside of the layers all the time."""
     layers = decoder_layers(policy)
     inside = {id(parameter) for layer in layers for parameter in layer.parameters()}
     if not any(map(_is_narrow, policy.parameters())):

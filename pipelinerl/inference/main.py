@@ -160,7 +160,8 @@ def with_fp32_attention(settings: ServerSettings) -> ServerSettings:
     if file is None or not file.is_file() or options.get("dtype", settings.dtype) not in ("float32", "float"):
         return settings
     config = json.loads(file.read_bytes())
-    if "attention-backend" in options or not (config.get("text_config") or config).get("kv_lora_rank"):
+    is_chosen = any(name.partition(".")[0] in ("attention-backend", "attention-config") for name in options)
+    if is_chosen or not (config.get("text_config") or config).get("kv_lora_rank"):
         return settings
     return replace(settings, vllm_kwargs={**settings.vllm_kwargs, "attention-backend": "CPU_MLA"})
 

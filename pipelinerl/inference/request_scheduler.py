@@ -1,5 +1,5 @@
-"""What pauses and resumes of a server do: vLLM's scheduler, in the engine's process, with prefix-cache entries that
-never cross a change of weights, and a pause of the API's process that does not sleep.
+"""What happens when a server pauses or resumes: vLLM's scheduler, in the engine's process, with prefix-cache entries
+that never cross a change of weights, and a pause of the API's process that does not sleep.
 
 Cache entries are found by a hash of the tokens and a salt. The salt is set here, when a request is about to be
 scheduled, and names the epoch of the weights: a request that was queued before an update and starts after it gets the

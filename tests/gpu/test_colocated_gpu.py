@@ -61,6 +61,7 @@ def test_a_colocated_run_learns(tmp_path: Path) -> None:
     run = make_whole_run(tmp_path)
     result = run.run(
         "world=single_gpu",
+        "world.device=cuda",
         "world.placement=colocated",
         "world.servers_per_gpu=1",
         "schedule=conventional",

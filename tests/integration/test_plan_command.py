@@ -88,6 +88,12 @@ TURNS = (
 )
 
 
+@pytest.mark.parametrize("name", ["gsm8k", "guessing_2gpu", "arithmetic_2gpu"])
+def test_servers_and_trainer_share_a_single_gpu(tmp_path: Path, name: str) -> None:
+    words = [f"--config-name={name}", "world=single_gpu", "model_path=x-0.5B", f"output_dir={tmp_path}/out"]
+    assert main(["--gpus=1", "--card=h200", *words]) == 0
+
+
 def test_a_smaller_cache_makes_room_on_a_card_of_both(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """A server with 0.85 of the card leaves no room for the state of the trainer; with what is proposed it does."""
     key, own = "vllm_config.vllm_kwargs.gpu-memory-utilization=", [*TURNS, f"output_dir={tmp_path}/out"]

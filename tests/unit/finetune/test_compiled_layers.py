@@ -113,6 +113,42 @@ def test_what_rounds_no_worse_than_the_layers_as_they_were_is_used(kit, monkeypa
     assert policy.has_compiled_layers
 
 
+@pytest.mark.parametrize(("factor", "is_used"), [(1.001, True), (1.5, False)])
+def test_what_is_off_by_more_than_the_tolerance_is_not_used(kit, caplog, factor, is_used):
+    policy = varlen_policy(kit)
+    with caplog.at_level(logging.INFO, logger="pipelinerl"):
+        compile_layers(policy, 128, lambda graph, inputs: lambda *values: tuple(factor * o for o in graph(*values)))
+    assert policy.has_compiled_layers is is_used
+    named = [name for name, _ in policy.named_parameters() if name in caplog.text]
+    assert bool(named) is not is_used
+
+
+@pytest.mark.parametrize("is_checkpointed", [False, True])
+def test_layers_with_adapters_on_frozen_bf16_are_compiled(kit, is_checkpointed):
+    policy = varlen_policy(kit, compute_dtype=torch.bfloat16)
+    add_adapters(policy, LoraConfig(enabled=True, r=4), "base")
+    before = {name: (p.dtype, p.data_ptr()) for name, p in policy.named_parameters()}
+    assert torch.bfloat16 in {dtype for dtype, _ in before.values()}
+    if is_checkpointed:
+        policy.language_model.gradient_checkpointing_enable({"use_reentrant": False})
+    compile_layers(policy, pack_tokens=128, backend="eager")
+    assert policy.has_compiled_layers
+    assert {name: (p.dtype, p.data_ptr()) for name, p in policy.named_parameters()} == before
+    assert policy.language_model.is_gradient_checkpointing is is_checkpointed
+
+
+def test_a_trial_without_a_gradient_is_a_fault(kit):
+    policy = varlen_policy(kit)
+    compile_layers(policy, pack_tokens=4, backend="eager")
+    assert policy.has_compiled_layers is False
+
+
+def test_it_can_be_turned_off(kit):
+    config = RunConfig(output_dir="unused", model_path="unused")
+    with torch._dynamo.config.patch(disable=True):
+        assert not can_compile(varlen_policy(kit), config)
+
+
 @pytest.mark.parametrize(
     ("changes", "is_right"),
     [

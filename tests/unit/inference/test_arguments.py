@@ -270,6 +270,7 @@ def test_a_server_that_shares_its_gpu_has_what_the_plan_gives_it(key: str) -> No
         ({"kv_lora_rank": 64}, {"on_cpu": False}, {}),
         ({"kv_lora_rank": 64}, {"vllm_kwargs": {"dtype": "bfloat16"}}, {}),
         ({"kv_lora_rank": 64}, {"vllm_kwargs": {"attention_backend": "AMX_MLA"}}, {}),
+        ({"kv_lora_rank": 64}, {"vllm_kwargs": {"attention-config.backend": "CPU_MLA"}}, {}),
     ],
 )
 def test_latent_attention_is_in_fp32_on_a_cpu(
