@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import re
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -116,9 +117,13 @@ def test_a_packed_buffer_by_hand() -> None:
     assert buffer[:8].tolist() == [1, 2, 3, 0, 0, 0, 0, 0]
     assert buffer.view(torch.int64).tolist() == [197_121, 197_138]
     assert checksum_problem(buffer, 16, 17) is None
-    assert checksum_problem(buffer, 16, 19) == "checksum 197121, expected 197119"
-    assert checksum_problem(torch.zeros_like(buffer), 16, 17) == "checksum 0, expected -17 (all zeros)"
-    assert checksum_problem(buffer[:8].clone(), 16, 17) == "8 bytes, expected 16"
+
+    def numbers(buffer: torch.Tensor, mark: int) -> list[str]:
+        return re.findall(r"-?\d+", checksum_problem(buffer, 16, mark) or "")
+
+    assert numbers(buffer, 19) == ["197121", "197119"]
+    assert numbers(torch.zeros_like(buffer), 17) == ["0", "-17"]
+    assert numbers(buffer[:8].clone(), 17) == ["8", "16"]
 
 
 def packed(tensors: list[torch.Tensor], metas: list[TensorMeta], chunk_bytes: int, pass_id: int) -> list[torch.Tensor]:
@@ -175,7 +180,7 @@ def test_damage_is_found_nothing_of_it_is_loaded_and_the_rest_is_still_received(
     buffers = packed(TENSORS, METAS, 0, PASS)
     damage(buffers)
     loaded, error, fetched = received(buffers)
-    assert error.startswith("buffer 3 of 5 arrived damaged: ")
+    assert re.match(r"buffer 3 of 5\b", error)
     assert ("all zeros" in error) == (damage is zeros)
     assert (list(loaded), fetched) == (["t0", "t1"], 5)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -168,7 +169,7 @@ def test_a_link_that_does_not_end_is_cancelled_and_its_group_closed(servers) -> 
     with connected(servers) as publisher:
         link, future = publisher._links["server_0"], Stuck()
         assert publisher._outcome(link, future) is None
-        assert future.cancelled() and link._sender is None and link.error == "no end after 60 s"
+        assert future.cancelled() and link._sender is None and "60 s" in str(link.error)
 
 
 def test_a_server_that_joins_anew_while_its_old_start_fails_stays_connected(servers, model) -> None:
@@ -257,7 +258,7 @@ def test_a_damaged_buffer_fails_the_attempt_and_the_second_one_is_good(damaged_w
         # The weights are the same in both versions: a stale buffer has the right values and the wrong pass.
         report = publisher.publish(1, ModuleSource(model))
         assert report.failed == {}
-        assert "of 3 arrived damaged" in str(report.updated[0].recovered_from)
+        assert re.search(r"buffer [123] of 3\b", str(report.updated[0].recovered_from))
         assert_has(server, model)
         assert (server.version, server.paused) == ("1", False)
 
