@@ -251,7 +251,7 @@ class Supervisor:
     def _lose_node(self, lost: NodeLost) -> Outcome | None:
         """Policy servers on that node leave the run; any other job there ends it."""
         text = self._note_lost(lost)
-        there = [each for each in self._of_node(lost.rank) if each.child.returncode != 0]
+        there = [each for each in self._of_node(lost.rank) if self._is_missed(each)]
         names = ", ".join(each.job.name for each in there)
         needed = [each.job.name for each in there if each.job.kind != POLICY_KIND]
         if needed:
@@ -261,6 +261,11 @@ class Supervisor:
             each.kill_at = None
             self._keeper.leave(each.job.name, text)
         return None
+
+    def _is_missed(self, watched: Watched) -> bool:
+        """Whether the run needs this job of a lost node. A server that has ended is to be started again there."""
+        server = self._keeper.servers.get(watched.job.name)
+        return watched.child.returncode != 0 if server is None else server.state != "removed"
 
     def _note_lost(self, lost: NodeLost) -> str:
         """Note that the node and its processes are gone; return a sentence that says so."""

@@ -233,9 +233,17 @@ def test_nobody_waits_for_the_ranks_of_a_node_that_is_gone() -> None:
     assert [trainer.returncode for trainer in run.trainers] == [None, -9]
 
 
+@pytest.mark.parametrize("ended_before", [None, 0, -9])
 @pytest.mark.parametrize(("servers_on", "goes_on"), [((0, 1), True), ((1, 1), False)])
-def test_servers_of_a_node_that_is_gone_leave_a_run_that_has_others(servers_on: tuple[int, ...], goes_on: bool) -> None:
+def test_servers_of_a_node_that_is_gone_leave_a_run_that_has_others(
+    servers_on: tuple[int, ...], goes_on: bool, ended_before: int | None
+) -> None:
+    """Also one that its node ended, and that is to be started again."""
     run = SavingRun(servers_on=servers_on)
+    if ended_before is not None:
+        run.keeper.servers["actor_llm_1"].has_served = True
+        run.supervisor._watched["actor_llm_1"].child.returncode = ended_before
+        assert run.supervisor._handle(ChildExited("actor_llm_1", ended_before)) is None
     assert run.supervisor._handle(NodeLost(1, "is gone")) is None
     outcome = run.supervisor._tend_servers()
     assert [server.state for server in run.keeper.servers.values()] == ["starting" if goes_on else "removed", "removed"]
