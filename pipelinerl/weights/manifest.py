@@ -53,7 +53,8 @@ def local_folder(model: str, revision: str | None = None) -> Path | None:
 
     try:
         return Path(huggingface_hub.snapshot_download(model, revision=revision, local_files_only=True))
-    except huggingface_hub.errors.LocalEntryNotFoundError:
+    # The second: it can be no name on the hub, as a path that does not exist.
+    except (huggingface_hub.errors.LocalEntryNotFoundError, huggingface_hub.errors.HFValidationError):
         return None
 
 

@@ -17,8 +17,15 @@ from pipelinerl.weights.manifest import (
     CHECKSUM_BLOCKS,
     ServerModel,
     folder_checksum,
+    local_folder,
     read_manifest,
 )
+
+
+@pytest.mark.parametrize("model", ["/nowhere", "no/such/folder", "no-such-organization/no-such-model", "a b"])
+def test_a_model_that_is_not_here_has_no_folder(monkeypatch: pytest.MonkeyPatch, model: str) -> None:
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    assert local_folder(model) is None
 
 
 def test_manifest_is_read_from_the_headers(tmp_path: Path) -> None:
