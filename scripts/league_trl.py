@@ -8,6 +8,7 @@ log has one line for each optimizer step.
 from __future__ import annotations
 
 import contextlib
+import importlib.util
 import json
 import os
 import signal
@@ -15,6 +16,7 @@ import sys
 import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 from benchmark_common import free_port, serving, visible_gpus
@@ -62,6 +64,17 @@ def vllm_server(model: str, max_model_len: int, log: Path, gpus: str | None) -> 
         yield url
 
 
+def use_torch_attention() -> None:
+    """Give AsyncGRPOTrainer PyTorch's flash attention instead of the kernel that it takes from the Hugging Face hub."""
+    from torch.nn.attention.varlen import varlen_attn
+    from trl.experimental.async_grpo import packing
+
+    def attend(*states_and_layout: Any, softmax_scale: float, causal: bool, window_size: tuple[int, int]) -> Any:
+        return varlen_attn(*states_and_layout, scale=softmax_scale, window_size=(window_size[0], 0), enable_gqa=True)
+
+    packing._flash_attn = lambda: SimpleNamespace(flash_attn_varlen_func=attend)
+
+
 def train(settings: Mapping[str, Any], log: Path, server_url: str | None) -> None:
     from datasets import Dataset
     from transformers import TrainerCallback
@@ -106,6 +119,8 @@ def train(settings: Mapping[str, Any], log: Path, server_url: str | None) -> Non
     if server_url is not None:
         from trl.experimental.async_grpo import AsyncGRPOConfig, AsyncGRPOTrainer
 
+        if importlib.util.find_spec("kernels") is None:
+            use_torch_attention()
         words |= {"vllm_server_base_url": server_url, "token_budget": 0, "max_staleness": settings["max_lag_versions"]}
         AsyncGRPOTrainer(args=AsyncGRPOConfig(**words), callbacks=[Clock()], **given).train()
         return

@@ -148,7 +148,7 @@ def test_the_page_keeps_the_rest(league: ModuleType) -> None:
         ("--model x --systems ours", "--rehearse"),
         ("--model x --tasks riddles", "riddles"),
         ("--model x --systems theirs", "theirs"),
-        ("--model x --repeats 0", "--repeats"),
+        ("--model x --seeds 0", "--seeds"),
         ("--model x --servers-per-gpu many", "many"),
         ("--systems ours GPU", "--model"),
         ("--model x --systems ours --steps 1 GPU", "--steps"),
