@@ -23,6 +23,8 @@ from benchmark_common import free_port, serving, visible_gpus
 from league_task import problems, reward
 
 _SERVER_TIMEOUT_S = 600.0
+#: With a fixed cache nothing is measured at the start. It holds all requests that TRL has in flight here.
+_CACHE_BYTES, _SHARE = 24 * 2**30, 0.4
 
 
 def rewards(completions: list[list[dict[str, str]]], answer: list[str], **_: Any) -> list[float]:
@@ -56,8 +58,10 @@ def vllm_server(model: str, max_model_len: int, log: Path, gpus: str | None) -> 
     from trl.scripts.vllm_serve import ScriptArguments, build_command
 
     port = free_port()
+    settings = {"dtype": "bfloat16", "max_model_len": max_model_len, "gpu_memory_utilization": _SHARE}
     command = build_command(
-        ScriptArguments(model=model, host="127.0.0.1", port=port, dtype="bfloat16", max_model_len=max_model_len)
+        ScriptArguments(model=model, host="127.0.0.1", port=port, **settings),
+        ["--kv-cache-memory-bytes", str(_CACHE_BYTES)],
     )
     env = {**os.environ, "CUDA_VISIBLE_DEVICES": visible_gpus("0", gpus), "VLLM_SERVER_DEV_MODE": "1"}
     with serving(command, port, log, env, _SERVER_TIMEOUT_S) as url:
