@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import importlib.util
+import inspect
 import json
 import os
 import signal
@@ -73,8 +74,11 @@ def use_torch_attention() -> None:
     from torch.nn.attention.varlen import varlen_attn
     from trl.experimental.async_grpo import packing
 
+    # Releases without this option do not need it.
+    grouped: Any = {"enable_gqa": True} if "enable_gqa" in inspect.signature(varlen_attn).parameters else {}
+
     def attend(*states_and_layout: Any, softmax_scale: float, causal: bool, window_size: tuple[int, int]) -> Any:
-        return varlen_attn(*states_and_layout, scale=softmax_scale, window_size=(window_size[0], 0), enable_gqa=True)
+        return varlen_attn(*states_and_layout, scale=softmax_scale, window_size=(window_size[0], 0), **grouped)
 
     packing._flash_attn = lambda: SimpleNamespace(flash_attn_varlen_func=attend)
 
@@ -121,8 +125,13 @@ def train(settings: Mapping[str, Any], log: Path, server_url: str | None) -> Non
 
     given = {"model": settings["model"], "reward_funcs": rewards, "train_dataset": Dataset.from_list(rows)}
     if server_url is not None:
+        from transformers import AutoTokenizer
+        from trl.chat_template_utils import qwen3_template
         from trl.experimental.async_grpo import AsyncGRPOConfig, AsyncGRPOTrainer
 
+        # It reads answers by a list of known chat templates; this one is for all that mark turns as ChatML does.
+        given["processing_class"] = AutoTokenizer.from_pretrained(settings["model"])
+        given["processing_class"].response_template = qwen3_template
         if importlib.util.find_spec("kernels") is None:
             use_torch_attention()
         words |= {"vllm_server_base_url": server_url, "token_budget": 0, "max_staleness": settings["max_lag_versions"]}
