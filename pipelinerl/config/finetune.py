@@ -77,6 +77,10 @@ class FinetuneConfig(Section):
     )
     seq_length: int = Field(default=12000, ge=2, description="tokens of a packed micro-batch and of the longest sample")
     seq_packing: bool = Field(default=True, description="pack several samples into one row")
+    share_prefixes: bool = Field(
+        default=True,
+        description="compute tokens with which several samples of a row begin, such as their prompt, once",
+    )
     logprob_chunk_tokens: int = Field(
         default=1024, ge=1, description="tokens per chunk of the output head; less: less memory"
     )

@@ -7,6 +7,9 @@ holds the index tensors of one row; it is built once per micro-batch and passed 
 
 `varlen_attention` is PyTorch's flash attention for several sequences in one row, for half precision on GPUs
 (`torch.nn.attention.varlen`, 2.11 or later): one kernel per layer instead of about ten.
+
+Samples that begin with the same tokens, such as those of a group, have the same hidden states there, because attention
+is causal. With `SharedPrefixes` the layers compute them once, and only attention sees whole samples.
 """
 
 from __future__ import annotations
@@ -16,8 +19,10 @@ import inspect
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache
+from itertools import pairwise
 from typing import Any
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch.nn.attention.varlen import varlen_attn
@@ -30,6 +35,71 @@ OWN_ATTENTIONS = (SEGMENTED_ATTENTION, VARLEN_ATTENTION)
 #: Have no kernel for fp32.
 HALF_PRECISION_ONLY = ("flash_attention_2", VARLEN_ATTENTION)
 _MAX_PADDING_RATIO = 2
+#: Sharing fewer tokens of a row than this is not worth gathering them.
+_LEAST_SHARED = 0.1
+
+
+@dataclass(frozen=True)
+class SharedPrefixes:
+    """Which tokens of a packed row of T tokens are computed, where samples begin with the same ones.
+
+    `kept` int64 `[K]`: their positions in the row. `source` int64 `[T]`: for every position, which of those it equals.
+    """
+
+    kept: torch.Tensor
+    source: torch.Tensor
+
+    def to(self, device: torch.device) -> SharedPrefixes:
+        return SharedPrefixes(self.kept.to(device, non_blocking=True), self.source.to(device, non_blocking=True))
+
+    def reduced(self, row: torch.Tensor) -> torch.Tensor:
+        """The kept positions of `row` `[1, T, ...]`: `[1, K, ...]`."""
+        return row.index_select(1, self.kept)
+
+    def restored(self, row: torch.Tensor) -> torch.Tensor:
+        """All positions of a row of the kept ones `[1, K, ...]`: `[1, T, ...]`."""
+        return repeated(row[0], self.source)[None]
+
+
+def shared_prefixes(row: torch.Tensor, lengths: Sequence[int]) -> SharedPrefixes | None:
+    """Equal prefixes of the samples of `row` int64 `[T]`, which have these `lengths`; None if there are hardly any."""
+    tokens = row.numpy()
+    ends = np.cumsum(lengths)
+    samples = [tokens[end - length : end] for end, length in zip(ends, lengths, strict=True)]
+    # In this order no other sample before it has more tokens in common with a sample than its neighbor.
+    order = sorted(range(len(samples)), key=lambda sample: samples[sample].astype(">i8").tobytes())
+    first = np.arange(len(tokens))
+    for before, after in pairwise(order):
+        most = min(lengths[before], lengths[after])
+        unequal = np.flatnonzero(samples[before][:most] != samples[after][:most])
+        common = int(unequal[0]) if len(unequal) else most
+        start = ends[after] - lengths[after]
+        first[start : start + common] = first[ends[before] - lengths[before] :][:common]
+    is_kept = first == np.arange(len(tokens))
+    if is_kept.sum() > (1 - _LEAST_SHARED) * len(tokens):
+        return None
+    return SharedPrefixes(torch.from_numpy(np.flatnonzero(is_kept)), torch.from_numpy((is_kept.cumsum() - 1)[first]))
+
+
+class _Repeated(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, rows: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(index)
+        ctx.num_rows = rows.shape[0]
+        return rows.index_select(0, index)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
+        (index,) = ctx.saved_tensors
+        wide = torch.promote_types(gradient.dtype, torch.float32)
+        total = gradient.new_zeros((ctx.num_rows, *gradient.shape[1:]), dtype=wide)
+        return total.index_add(0, index, gradient.to(wide)).to(gradient.dtype), None
+
+
+def repeated(rows: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
+    """`rows[index]`, where a row may be taken many times: its gradient is added up in fp32 at least."""
+    taken: torch.Tensor = _Repeated.apply(rows, index)  # type: ignore[no-untyped-call]
+    return taken
 
 
 @dataclass(frozen=True)
@@ -37,18 +107,24 @@ class SegmentLayout:
     """How one packed row of T tokens becomes blocks of equally long samples, and back.
 
     `blocks` holds (index `[samples * length]` into the row, samples, length); shorter samples repeat their last token,
-    which no real token attends to. `restore` `[T]` indexes the concatenated blocks.
+    which no real token attends to. `restore` `[T]` indexes the concatenated blocks. With shared prefixes both are about
+    the K tokens that are kept.
     """
 
     blocks: tuple[tuple[torch.Tensor, int, int], ...]
     restore: torch.Tensor
+    shared: SharedPrefixes | None = None
 
     def to(self, device: torch.device) -> SegmentLayout:
         blocks = tuple((index.to(device, non_blocking=True), count, length) for index, count, length in self.blocks)
-        return SegmentLayout(blocks, self.restore.to(device, non_blocking=True))
+        return SegmentLayout(blocks, self.restore.to(device, non_blocking=True), _moved(self.shared, device))
 
 
-def segment_layout(lengths: Sequence[int]) -> SegmentLayout:
+def _moved(shared: SharedPrefixes | None, device: torch.device) -> SharedPrefixes | None:
+    return None if shared is None else shared.to(device)
+
+
+def segment_layout(lengths: Sequence[int], shared: SharedPrefixes | None = None) -> SegmentLayout:
     """Layout of a row that holds samples of these `lengths` one after the other.
 
     Samples are sorted by length and split into blocks so that none is padded to more than twice its length.
@@ -72,9 +148,10 @@ def segment_layout(lengths: Sequence[int]) -> SegmentLayout:
         slots = offset + torch.arange(len(group) * length).view(len(group), length)
         real = column < sizes
         restore[index[real]] = slots[real]
-        blocks.append((index.reshape(-1), len(group), length))
+        index = index.reshape(-1)
+        blocks.append((index if shared is None else shared.source[index], len(group), length))
         offset += len(group) * length
-    return SegmentLayout(tuple(blocks), restore)
+    return SegmentLayout(tuple(blocks), restore if shared is None else restore[shared.kept], shared)
 
 
 @dataclass(frozen=True)
@@ -86,14 +163,15 @@ class VarlenLayout:
 
     boundaries: torch.Tensor
     longest: int
+    shared: SharedPrefixes | None = None
 
     def to(self, device: torch.device) -> VarlenLayout:
-        return VarlenLayout(self.boundaries.to(device, non_blocking=True), self.longest)
+        return VarlenLayout(self.boundaries.to(device, non_blocking=True), self.longest, _moved(self.shared, device))
 
 
-def varlen_layout(lengths: Sequence[int]) -> VarlenLayout:
+def varlen_layout(lengths: Sequence[int], shared: SharedPrefixes | None = None) -> VarlenLayout:
     """Layout of a row that holds samples of these `lengths` one after the other."""
-    return VarlenLayout(torch.tensor([0, *lengths]).cumsum(0).to(torch.int32), max(lengths))
+    return VarlenLayout(torch.tensor([0, *lengths]).cumsum(0).to(torch.int32), max(lengths), shared)
 
 
 Layout = SegmentLayout | VarlenLayout
@@ -117,7 +195,7 @@ def segmented_attention(
     The type of the layout selects the implementation.
 
     Args:
-        query: `[rows, heads, T, head size]`; `key` and `value` may have fewer heads.
+        query: `[rows, heads, T, head size]`; `key` and `value` may have fewer heads. With shared prefixes T here is K.
         s_aux: attention sinks `[heads]`: an additional logit without a value in every softmax.
 
     Returns:
@@ -152,7 +230,7 @@ def segmented_attention(
     rows = [states[0].transpose(0, 1) for states in (query, key, value)]
     outputs = []
     for index, count, length in segment_layout.blocks:
-        block = [row.index_select(0, index).view(count, length, *row.shape[1:]).transpose(1, 2) for row in rows]
+        block = [repeated(row, index).view(count, length, *row.shape[1:]).transpose(1, 2) for row in rows]
         outputs.append(attend(*block).transpose(1, 2).reshape(count * length, *rows[0].shape[1:]))
     return torch.cat(outputs).index_select(0, segment_layout.restore)[None], None
 
@@ -200,7 +278,8 @@ def varlen_attention(
 
     Args:
         query: `[1, heads, T, head size]`; `key` and `value` may have fewer heads. `value` has the dtype of the result
-            (bf16 or fp16); the others may be wider, as after rotary embeddings under autocast.
+            (bf16 or fp16); the others may be wider, as after rotary embeddings under autocast. With shared prefixes T
+            here is K.
         sliding_window: tokens that a position sees, itself included; None: all before it.
 
     Returns:
@@ -208,6 +287,9 @@ def varlen_attention(
     """
     kernel = _kernel()
     q, k, v = (states[0].transpose(0, 1).to(value.dtype) for states in (query, key, value))
+    shared = layout.shared
+    if shared is not None:
+        q, k, v = (repeated(states, shared.source) for states in (q, k, v))
     # Releases without this option do not need it.
     options: dict[str, object] = {"enable_gqa": True} if _takes_grouped_heads() else {}
     # (left, right): tokens before and after a position that it sees; -1 is all of them.
@@ -216,7 +298,7 @@ def varlen_attention(
     attended: torch.Tensor = kernel(
         *(q, k, v, boundaries, boundaries, longest, longest), scale=scaling, window_size=window, **options
     )
-    return attended[None]
+    return attended[None] if shared is None else attended.index_select(0, shared.kept)[None]
 
 
 def can_use_varlen(dtype: torch.dtype, device: torch.device) -> bool:

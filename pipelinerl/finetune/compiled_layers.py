@@ -1,9 +1,9 @@
 """Compiles the decoder layers of a policy (`torch.compile`): a few kernels per layer instead of a hundred.
 
-All layers share one graph for all micro-batches. It is verified first: log-probs and gradients must be as near to those
-in fp32 as those of the uncompiled layers, which are kept otherwise. Passes without gradients (probes, the reference
-model) are not compiled, as they would need another graph (`PolicyModel.products`). `TORCH_COMPILE_DISABLE=1` in the
-environment turns it off.
+All layers share one graph for all micro-batches, and another one for those with shared prefixes. Both are verified
+first: log-probs and gradients must be as near to those in fp32 as those of the uncompiled layers, which are kept
+otherwise. Passes without gradients (probes, the reference model) are not compiled, as they would need more graphs
+(`PolicyModel.products`). `TORCH_COMPILE_DISABLE=1` in the environment turns it off.
 """
 
 from __future__ import annotations
@@ -23,15 +23,15 @@ from torch._dynamo.utils import counters
 from pipelinerl.config import RunConfig
 from pipelinerl.finetune.attention import VARLEN_ATTENTION
 from pipelinerl.finetune.experts import own_experts_parameters
-from pipelinerl.finetune.model_check import exact_fp32, sample_tokens, token_batch
+from pipelinerl.finetune.model_check import branching_tokens, exact_fp32, sample_tokens, token_batch
 from pipelinerl.finetune.policy import PolicyModel, decoder_layers
 from pipelinerl.finetune.sharded_model import wide_for_trial
 
 logger = logging.getLogger(__name__)
 
-#: Tokens of the first compiled pass, for which kernels are tuned, and of those that are compared, which in fp32 and
-#: without a fused attention need more memory per token; shares of their samples.
-_TUNING_TOKENS, _COMPARED_TOKENS, _SHARES = 4096, 2048, (0.4, 0.25, 0.2, 0.15)
+#: Tokens of the first compiled passes, for which kernels are tuned, and of those that are compared, which in fp32 and
+#: without a fused attention need more memory per token; shares of their samples. Branching ones are twice as many.
+_TUNING_TOKENS, _COMPARED_TOKENS, _SHARES = 4096, 1024, (0.4, 0.25, 0.2, 0.15)
 #: Otherwise micro-batches of other sizes would need graphs of their own: padding of matrices (models need none) and
 #: reduction over rows and columns in one kernel would depend on the number of tokens.
 _OPTIONS = {"shape_padding": False, "triton.mix_order_reduction_non_strict_mode": True}
@@ -60,21 +60,23 @@ def compile_layers(policy: PolicyModel, pack_tokens: int, backend: str | Callabl
     """
     start = time.perf_counter()
     layers = decoder_layers(policy)
-    for_tuning, samples = (
-        sample_tokens(policy, [int(share * min(pack_tokens, tokens)) for share in _SHARES])
-        for tokens in (_TUNING_TOKENS, _COMPARED_TOKENS)
+    tuned, compared = (
+        [int(share * min(pack_tokens, tokens)) for share in _SHARES] for tokens in (_TUNING_TOKENS, _COMPARED_TOKENS)
     )
+    samples = branching_tokens(policy, compared)
     # A layer is smaller than what DDP sends at once, so it need not be cut.
     torch._dynamo.config.optimize_ddp = False
     try:
         with exact_fp32(policy), wide_for_trial(policy), _checkpointed(policy):
-            exact = _passes(policy, samples)
+            exact = _passes(policy, samples, is_shared=False)
         without = _errors(_passes(policy, samples), exact)
         breaks = counters["graph_break"].total()
         for layer in layers:
             options = _OPTIONS if backend == "inductor" else None
             layer.compile(backend=backend, dynamic=True, options=options)
-        _passes(policy, for_tuning)
+        _passes(policy, sample_tokens(policy, tuned))
+        if policy.shares_prefixes:
+            _passes(policy, branching_tokens(policy, [length // 2 for length in tuned]))
         errors = _errors(_passes(policy, samples), exact)
         fault = _fault(errors, without)
         if counters["graph_break"].total() > breaks:
@@ -136,9 +138,13 @@ class _Errors:
     worst: str
 
 
-def _passes(policy: PolicyModel, samples: Sequence[Sequence[int]]) -> _Passes:
+def _passes(policy: PolicyModel, samples: Sequence[Sequence[int]], is_shared: bool = True) -> _Passes:
+    """With `is_shared` equal prefixes are computed once, if the policy does that."""
     batch = token_batch(samples, torch.device("cpu"))
-    logprobs = policy(*policy.placed(batch, next(policy.parameters()).device)).logprobs
+    policy.shares_prefixes, before = policy.shares_prefixes and is_shared, policy.shares_prefixes
+    placed = policy.placed(batch, next(policy.parameters()).device)
+    policy.shares_prefixes = before
+    logprobs = policy(*placed).logprobs
     with policy.products():
         logprobs.sum().backward()
     gradients = {name: p.grad.flatten() for name, p in policy.named_parameters() if p.grad is not None}

@@ -35,6 +35,7 @@ from pipelinerl.finetune.model_check import (
     packing_difference,
     repeat_difference,
     rounding_difference,
+    sharing_difference,
     tf32_difference,
 )
 from pipelinerl.finetune.policy import PolicyModel
@@ -121,6 +122,7 @@ def load_policy(config: RunConfig, device: torch.device, ranks: Ranks | None = N
             compute_dtype=dtype,
             tf32=settings.dtype == "tf32",
             served_dtype=wire_dtype(config, dtype, device, path),
+            shares_prefixes=settings.share_prefixes and settings.seq_packing,
         ).to(device)
         try:
             with whole_for_trial(policy, ranks), wide_for_trial(policy):
@@ -299,7 +301,7 @@ def find_fault(policy: PolicyModel, packed: bool, rows: int = 1, ranks: Ranks | 
     """Why this model cannot be trained with this attention; None if it can. The same on all `ranks`.
 
     Args:
-        policy: its `has_linear_head` is corrected.
+        policy: its `has_linear_head` and `shares_prefixes` are corrected.
         packed: samples share a row.
         rows: padded rows of a micro-batch, if not `packed`.
         ranks: all call it with their copy, or with their parts within `whole_for_trial`.
@@ -318,7 +320,8 @@ def find_fault(policy: PolicyModel, packed: bool, rows: int = 1, ranks: Ranks | 
     finally:
         policy.compute_dtype, policy.tf32 = wanted_dtype, wanted_tf32
     if (fault := ranks.first_fault(fault)) is None:
-        policy.has_linear_head = ranks.min([float(policy.has_linear_head)])[0] > 0
+        found = ranks.min([float(policy.has_linear_head), float(policy.shares_prefixes)])
+        policy.has_linear_head, policy.shares_prefixes = found[0] > 0, found[1] > 0
     return fault
 
 
@@ -345,7 +348,21 @@ def _fault(policy: PolicyModel, packed: bool, rows: int) -> str | None:
             return f"{what} see each other (log-probs change by {difference:.2g})"
         if (difference := far_difference(policy, packed)) > exact:
             return f"a long sample changes how short ones beside it are computed (log-probs change by {difference:.2g})"
+    _try_sharing(policy, packed, tolerance, exact)
     return None
+
+
+def _try_sharing(policy: PolicyModel, packed: bool, tolerance: float, exact: float) -> None:
+    """Compute equal prefixes for every sample if that is not the same as once."""
+    if not (policy.shares_prefixes and packed):
+        return
+    difference = sharing_difference(policy)
+    with exact_fp32(policy):
+        exactly = sharing_difference(policy)
+    policy.shares_prefixes = difference <= tolerance and exactly <= exact
+    if not policy.shares_prefixes:
+        line = "equal prefixes are computed for every sample: computed once, they change log-probs by %.2g (fp32 %.2g)"
+        logger.info(line, difference, exactly)
 
 
 def _tf32_fault(policy: PolicyModel, is_wanted: bool) -> str | None:

@@ -119,6 +119,17 @@ def packing_difference(policy: PolicyModel, packed: bool = True) -> float:
 
 
 @torch.no_grad()
+def sharing_difference(policy: PolicyModel) -> float:
+    """Largest |log-prob difference| between samples whose common prefixes are computed once and the same samples alone.
+
+    Anything but attention that mixes tokens shows: behind a prefix comes another sample's.
+    """
+    samples = branching_tokens(policy)
+    together = _logprobs(policy, samples)
+    return _largest(together - torch.cat([_logprobs(policy, [sample]) for sample in samples]))
+
+
+@torch.no_grad()
 def far_difference(policy: PolicyModel, packed: bool = True) -> float:
     """Largest |log-prob difference| between short samples alone and next to one at the model's last positions.
 
@@ -243,6 +254,14 @@ def sample_tokens(policy: PolicyModel, lengths: Sequence[int] = _LENGTHS) -> lis
         [(37 * (start + 1) + 11 * k * k + 5 * k) % vocabulary for k in range(min(n, longest))]
         for start, n in enumerate(lengths)
     ]
+
+
+def branching_tokens(policy: PolicyModel, lengths: Sequence[int] = _LENGTHS) -> list[list[int]]:
+    """`sample_tokens`, between samples that begin as the first of them and go on as others or end."""
+    first, *others = sample_tokens(policy, lengths)
+    half, quarter = first[: len(first) // 2], first[: len(first) // 4]
+    samples = [[*half, *others[0]], *others, first, quarter, [*half, *others[-1]], [*quarter, *others[0]]]
+    return [sample[: len(first)] for sample in samples]
 
 
 def _largest(difference: torch.Tensor) -> float:

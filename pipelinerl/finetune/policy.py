@@ -27,7 +27,14 @@ from typing import Any, Literal, NamedTuple
 import torch
 from transformers import PreTrainedModel
 
-from pipelinerl.finetune.attention import OWN_ATTENTIONS, VARLEN_ATTENTION, Layout, segment_layout, varlen_layout
+from pipelinerl.finetune.attention import (
+    OWN_ATTENTIONS,
+    VARLEN_ATTENTION,
+    Layout,
+    segment_layout,
+    shared_prefixes,
+    varlen_layout,
+)
 from pipelinerl.records import IGNORED_LABEL
 from pipelinerl.rl.microbatch import MicroBatch
 
@@ -59,6 +66,8 @@ class PolicyModel(torch.nn.Module):
         compute_dtype: dtype of the matrix products; parameters may be wider.
         tf32: fp32 products of the body are in TF32 on a GPU; those of an fp32 head and of positions stay exact.
         served_dtype: of the weights in the servers; see `served_weights.py`.
+        shares_prefixes: compute tokens with which several samples of a row begin once; only for models in which nothing
+            but attention mixes tokens (`model.find_fault` turns it off for others).
     """
 
     def __init__(
@@ -73,6 +82,7 @@ class PolicyModel(torch.nn.Module):
         compute_dtype: torch.dtype = torch.float32,
         tf32: bool = False,
         served_dtype: torch.dtype = torch.float32,
+        shares_prefixes: bool = False,
     ) -> None:
         super().__init__()
         self.language_model = language_model
@@ -83,6 +93,7 @@ class PolicyModel(torch.nn.Module):
         self.compute_dtype = compute_dtype
         self.tf32 = tf32
         self.served_dtype = served_dtype
+        self.shares_prefixes = shares_prefixes
         #: peft's configuration, set by `lora.add_adapters`; None: all weights are trained.
         self.adapter_config: Any = None
         #: Servers have the frozen model themselves and get the adapter alone.
@@ -116,7 +127,11 @@ class PolicyModel(torch.nn.Module):
         if self.attention not in OWN_ATTENTIONS or batch.attention_mask is not None:
             return None
         lengths = torch.unique_consecutive(batch.segment_ids[0], return_counts=True)[1].tolist()
-        return varlen_layout(lengths) if self.attention == VARLEN_ATTENTION else segment_layout(lengths)
+        # A head that is not linear makes logits of all positions anyway.
+        is_shared = self.shares_prefixes and self.has_linear_head
+        shared = shared_prefixes(batch.input_ids[0], lengths) if is_shared else None
+        make = varlen_layout if self.attention == VARLEN_ATTENTION else segment_layout
+        return make(lengths, shared)
 
     def placed(self, batch: MicroBatch, device: torch.device) -> tuple[MicroBatch, Layout | None]:
         """`batch` and its layout on `device`, for `forward`."""
@@ -128,7 +143,11 @@ class PolicyModel(torch.nn.Module):
     ) -> PolicyOutputs:
         """Log-probs of `batch.targets` at `temperature` (None: the sampling temperature)."""
         temperature = temperature or self.temperature
-        inputs: dict[str, object] = {"position_ids": batch.position_ids, "use_cache": False}
+        shared = None if layout is None else layout.shared
+        ids, positions = batch.input_ids, batch.position_ids
+        if shared is not None:
+            ids, positions = shared.reduced(ids), shared.reduced(positions)
+        inputs: dict[str, object] = {"position_ids": positions, "use_cache": False}
         if self.attention in OWN_ATTENTIONS:
             # Right padding needs no mask under causal attention: real tokens never attend to what follows.
             inputs["segment_layout"] = layout
@@ -141,7 +160,9 @@ class PolicyModel(torch.nn.Module):
         with self.products(), autocast:
             if not self.has_linear_head:
                 return self._from_logits(batch, inputs, temperature)
-            hidden = backbone(self.language_model)(input_ids=batch.input_ids, **inputs)[0]
+            hidden = backbone(self.language_model)(input_ids=ids, **inputs)[0]
+        if shared is not None:
+            hidden = shared.restored(hidden)
         head = self.language_model.get_output_embeddings()
         bias = getattr(head, "bias", None)
         # A head that is not exact must be equally inexact in forward and backward, which recomputes its logits.

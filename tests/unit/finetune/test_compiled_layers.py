@@ -16,7 +16,7 @@ from pipelinerl.finetune import attention, compiled_layers
 from pipelinerl.finetune.backends.base import PlainBackend
 from pipelinerl.finetune.compiled_layers import can_compile, compile_layers
 from pipelinerl.finetune.lora import add_adapters
-from pipelinerl.finetune.model_check import token_batch
+from pipelinerl.finetune.model_check import branching_tokens, token_batch
 from pipelinerl.finetune.policy import PolicyModel
 from pipelinerl.finetune.ranks import Ranks
 from pipelinerl.finetune.step import StepRunner
@@ -31,16 +31,20 @@ def _own_graphs(monkeypatch):
 
 
 def varlen_policy(kit: Kit, family: str = "qwen2", **options) -> PolicyModel:
-    return kit.policy(family, attention=attention.VARLEN_ATTENTION, **options)
+    return kit.policy(family, attention=attention.VARLEN_ATTENTION, shares_prefixes=True, **options)
 
 
 def gradients(kit: Kit, policy: PolicyModel) -> dict[str, torch.Tensor]:
-    """Of a step whose micro-batches have many samples, one, and none at all."""
+    """Of a step whose micro-batches have many samples, one, and none at all, and of samples with common prefixes."""
     config, ranks = kit.config(), Ranks()
     runner = StepRunner(PlainBackend(policy, config, ranks), config, ranks)
     samples = kit.samples(24, seed=1, masked_every=9)
     batch = kit.batch(samples, plan=[[[*range(9)], [9], [*range(10, 24)], []]])
     runner.accumulate(batch)
+    for lengths in ((24, 16, 8), (9, 31, 20, 4)):
+        placed = policy.placed(token_batch(branching_tokens(policy, lengths), torch.device("cpu")), torch.device("cpu"))
+        assert placed[1].shared is not None
+        policy(*placed).logprobs.sum().backward()
     found = {name: p.grad.clone() for name, p in policy.named_parameters() if p.grad is not None}
     policy.zero_grad(set_to_none=True)
     return found
@@ -78,7 +82,7 @@ def test_gradients_are_those_of_the_layers_as_they_were(kit, family, backend, ki
     with torch.no_grad():
         policy(*policy.placed(token_batch([[5, 6, 7]], torch.device("cpu")), torch.device("cpu")))
     # What a first layer gets from a frozen embedding has no gradient.
-    assert counters["stats"]["unique_graphs"] - before == graphs == 1 + (kind == "adapters")
+    assert counters["stats"]["unique_graphs"] - before == graphs == 2 * (1 + (kind == "adapters"))
 
 
 def test_a_compiler_that_fails_is_told_once_and_done_without(kit, caplog):
