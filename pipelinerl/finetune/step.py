@@ -16,6 +16,7 @@ import torch
 
 from pipelinerl.config.algorithm import RLConfig
 from pipelinerl.config.finetune import FinetuneConfig
+from pipelinerl.finetune.attention import Layout
 from pipelinerl.finetune.backends.base import Backend
 from pipelinerl.finetune.model import ReferenceModel
 from pipelinerl.finetune.optimizer import schedule_of
@@ -126,6 +127,8 @@ class StepRunner:
             loss, found = compute_loss(inputs, self._config.rl, coefficients)
             with self._backend.policy.products():
                 self._backend.backward(_connected(loss, inputs), is_last=is_last)
+            #: tokens that went through the model, fewer than `finetune/tokens` where samples begin alike
+            found["finetune/computed_tokens"] = torch.tensor(float(_computed_tokens(micro_batch, layout)))
             metrics |= {name: metrics[name] + value if name in metrics else value for name, value in found.items()}
             diagnostics.add(inputs)
             if self._ratios is not None:
@@ -150,6 +153,14 @@ class StepRunner:
             found = self._reference.logprobs(own)
             own = [replace(micro_batch, ref_logprobs=values) for micro_batch, values in zip(own, found, strict=True)]
         return finish_advantages(own, batch.samples, config.rl, self._ranks)
+
+
+def _computed_tokens(batch: MicroBatch, layout: Layout | None) -> int:
+    """Positions that go through the layers; none of a sentinel count."""
+    if batch.num_segments == 0:
+        return 0
+    shared = None if layout is None else layout.shared
+    return batch.input_ids.numel() if shared is None else shared.kept.numel()
 
 
 def _connected(loss: torch.Tensor, inputs: LossInputs) -> torch.Tensor:

@@ -16,6 +16,8 @@ Plan = list[list[list[int]]]
 # Length at which causal attention costs as much as the matrix products of a model with 0.5-7 B parameters (rough,
 # between 23k and 70k tokens; it only affects how ranks are balanced, never what is computed).
 ATTENTION_CROSSOVER_TOKENS = 32768
+# With several ranks, samples stay together in at least this many units for each bin, so that bins are about equal.
+_UNITS_PER_BIN = 4
 
 
 def sample_cost(length: int) -> float:
@@ -26,11 +28,17 @@ def sample_cost(length: int) -> float:
 def plan_step(samples: Sequence[Sample], num_ranks: int, config: FinetuneConfig) -> Plan:
     """The plan of a step with these samples; see `make_plan`."""
     lengths = [len(sample.input_ids) for sample in samples]
-    return make_plan(lengths, num_ranks, config.seq_length, config.seq_packing, config.train_batch_size)
+    groups = [sample.group_id for sample in samples] if config.share_prefixes else None
+    return make_plan(lengths, num_ranks, config.seq_length, config.seq_packing, config.train_batch_size, groups)
 
 
 def make_plan(
-    lengths: Sequence[int], num_ranks: int, seq_length: int, packed: bool, rows_per_micro_batch: int = 1
+    lengths: Sequence[int],
+    num_ranks: int,
+    seq_length: int,
+    packed: bool,
+    rows_per_micro_batch: int = 1,
+    groups: Sequence[str] | None = None,
 ) -> Plan:
     """Spread samples over ranks and micro-batches.
 
@@ -39,6 +47,8 @@ def make_plan(
         seq_length: most tokens of one packed row, and of one sample.
         packed: True: a micro-batch is one row of at most `seq_length` tokens. False: at most `rows_per_micro_batch`
             padded rows of similar length.
+        groups: of each sample. Samples of a group begin alike and share a packed row where that leaves ranks with equal
+            work.
 
     Returns:
         `plan[rank][micro_batch]` = sorted indices into `lengths`. Ranks differ by at most one micro-batch, which the
@@ -50,7 +60,7 @@ def make_plan(
     _check(lengths, seq_length)
     order = sorted(range(len(lengths)), key=lambda index: (-lengths[index], index))
     if packed:
-        micro_batches = _pack(order, lengths, num_ranks, seq_length)
+        micro_batches = _pack(order, lengths, num_ranks, seq_length, groups)
         cost = _packed_cost(lengths)
     else:
         micro_batches = _rows(order, num_ranks, rows_per_micro_batch)
@@ -67,13 +77,40 @@ def _check(lengths: Sequence[int], seq_length: int) -> None:
             )
 
 
-def _pack(order: list[int], lengths: Sequence[int], num_ranks: int, capacity: int) -> list[list[int]]:
+def _pack(
+    order: list[int], lengths: Sequence[int], num_ranks: int, capacity: int, groups: Sequence[str] | None
+) -> list[list[int]]:
     """Bins of at most `capacity` tokens, filled evenly: as many as first-fit-decreasing needs, rounded up to a multiple
     of the ranks (which would be idle otherwise)."""
     fewest = _first_fit(order, lengths, capacity)
     count = min(-(-len(fewest) // num_ranks) * num_ranks, len(order))
-    even = _fill_evenly(order, lengths, count, capacity)
-    return even if even is not None else fewest
+    apart = [[index] for index in order]
+    for units in [apart] if groups is None else [_together(order, lengths, num_ranks, count, groups), apart]:
+        even = _fill_evenly(units, lengths, count, capacity)
+        if even is not None and all(even):
+            return even
+    return fewest
+
+
+def _together(
+    order: list[int], lengths: Sequence[int], num_ranks: int, count: int, groups: Sequence[str]
+) -> list[list[int]]:
+    """The samples of each group, largest group first. With several ranks parts of it, small enough to fill `count` bins
+    evenly."""
+    members: dict[str, list[int]] = {}
+    for index in order:
+        members.setdefault(groups[index], []).append(index)
+    most = sum(lengths) // max(1, _UNITS_PER_BIN * count) if num_ranks > 1 else sum(lengths)
+    units: list[list[int]] = []
+    for group in members.values():
+        used = most
+        for index in group:
+            if used + lengths[index] > most:
+                units.append([])
+                used = 0
+            units[-1].append(index)
+            used += lengths[index]
+    return sorted(units, key=lambda unit: -sum(lengths[index] for index in unit))
 
 
 def _first_fit(order: list[int], lengths: Sequence[int], capacity: int) -> list[list[int]]:
@@ -89,19 +126,26 @@ def _first_fit(order: list[int], lengths: Sequence[int], capacity: int) -> list[
     return bins
 
 
-def _fill_evenly(order: list[int], lengths: Sequence[int], count: int, capacity: int) -> list[list[int]] | None:
-    """Longest first, into the cheapest bin with room; None if a sample does not fit."""
+def _fill_evenly(units: list[list[int]], lengths: Sequence[int], count: int, capacity: int) -> list[list[int]] | None:
+    """Each unit of samples goes into the cheapest bin with room, in halves if there is none; None if a sample does not
+    fit."""
     bins: list[list[int]] = [[] for _ in range(count)]
     used = [0] * count
     cost = [0.0] * count
-    for index in order:
-        room = [b for b in range(count) if used[b] + lengths[index] <= capacity]
-        if not room:
+    left = units[::-1]
+    while left:
+        unit = left.pop()
+        size = sum(lengths[index] for index in unit)
+        room = [b for b in range(count) if used[b] + size <= capacity]
+        if not room and len(unit) == 1:
             return None
+        if not room:
+            left += [unit[len(unit) // 2 :], unit[: len(unit) // 2]]
+            continue
         target = min(room, key=lambda b: (cost[b], b))
-        bins[target].append(index)
-        used[target] += lengths[index]
-        cost[target] += sample_cost(lengths[index])
+        bins[target] += unit
+        used[target] += size
+        cost[target] += sum(sample_cost(lengths[index]) for index in unit)
     return bins
 
 

@@ -101,11 +101,13 @@ def forecast_run(
     machine: Machine,
     shape: ModelShape,
     tokens: tuple[float, float] | None = None,
+    computed_tokens: float | None = None,
 ) -> RunForecast:
     """The forecast of a run of a model of this shape.
 
     Args:
         tokens: of a prompt and of an answer, on average; None: assumed from the longest answer.
+        computed_tokens: of a sample, in the trainer; None: all answers and the prompt of each group.
     """
     on_cpu, ranks = world.device == "cpu", len(world.jobs_of("finetune"))
     trainer = trainer_setup(config, shape, ranks, on_cpu) if ranks else None
@@ -116,7 +118,11 @@ def forecast_run(
         server = replace(server, gpus=max(1, len(servers[0].gpus)), cache_bytes=cache)
     layout = _layout(config, world)
     prompt, answer = tokens or _assumed_tokens(config)
-    work = Work(config.finetune.samples_per_step, prompt, answer, config.actor.llm_max_rollouts)
+    if computed_tokens is None:
+        shares = config.finetune.share_prefixes and config.finetune.seq_packing
+        computed_tokens = prompt / (config.attempts if shares else 1) + answer
+    samples, concurrency = config.finetune.samples_per_step, config.actor.llm_max_rollouts
+    work = Work(samples, prompt, answer, concurrency, computed_tokens)
     step = None
     if trainer and server and layout.servers:
         step = step_forecast(trainer, server, layout, work, machine)

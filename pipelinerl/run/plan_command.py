@@ -182,7 +182,9 @@ def _compare(args: argparse.Namespace) -> None:
     shape = read_shape(config.model_path) or read_shape(str(run.run_dir.current_model))
     if shape is None or not world.jobs_of("finetune"):
         raise ConfigError("--from", args.run, "a run with a trainer and a known model", "Give another run.")
-    forecast = forecast_run(config, world, hardware, shape, (prompt, max(output, 1.0)))
+    # Runs of earlier versions computed all tokens.
+    computed = seen.get("finetune/computed_tokens", (prompt + output) * samples) / samples
+    forecast = forecast_run(config, world, hardware, shape, (prompt, max(output, 1.0)), computed)
     print(
         f"{run.run_dir.root}: {seen['steps']} steps of {samples:,.0f} samples of {prompt:,.0f} + {output:,.0f} tokens"
     )

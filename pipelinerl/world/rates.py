@@ -132,6 +132,8 @@ class Work:
     output_tokens: float
     #: Rollouts in progress at one server at most.
     concurrency: int
+    #: Tokens of a sample that go through the trainer's layers; None: all.
+    computed_tokens: float | None = None
 
     @property
     def length(self) -> float:
@@ -151,14 +153,15 @@ def train_seconds(setup: TrainerSetup, work: Work, machine: Machine) -> float:
     # The head computes its logits once more in the backward pass, for tokens that were sampled.
     head = (6 if is_lora else 8) * shape.embedding * work.output_tokens / max(work.length, 1)
     tokens = work.tokens / setup.ranks
-    flops = tokens * (passes * (2 * shape.active_matrices + attention) + head)
+    computed = tokens if work.computed_tokens is None else work.samples * work.computed_tokens / setup.ranks
+    flops = computed * passes * 2 * shape.active_matrices + tokens * (passes * attention + head)
     micro_batches = max(1, math.ceil(tokens / max(setup.pack_tokens, 1)))
     if machine.on_cpu:
         return flops / machine.flops + _OPTIMIZER_BYTES * setup.trained / machine.bandwidth
     slower = {"bf16": 1.0, "tf32": 2.0, "fp32": 15.0}[setup.products]
     kept = shape.layers * layer_bytes(setup) * _CROSSINGS
     kept *= (_CHECKPOINTING_CROSSINGS if setup.checkpointing else 1) * (_ADAPTER_CROSSINGS if is_lora else 1)
-    device = flops * slower / (machine.flops * _PRODUCT_SHARE) + tokens * kept / machine.bandwidth
+    device = flops * slower / (machine.flops * _PRODUCT_SHARE) + computed * kept / machine.bandwidth
     host, again = _HOST_S_PER_LAYER, _HOST_CHECKPOINTING
     if setup.is_compiled:
         host, again = _COMPILED_HOST_S_PER_LAYER, _COMPILED_HOST_CHECKPOINTING

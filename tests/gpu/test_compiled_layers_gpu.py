@@ -15,6 +15,7 @@ from pipelinerl.config import RunConfig
 from pipelinerl.finetune.attention import VARLEN_ATTENTION, candidate_implementations
 from pipelinerl.finetune.backends.base import PlainBackend
 from pipelinerl.finetune.model import load_policy
+from pipelinerl.finetune.model_check import branching_tokens, token_batch
 from pipelinerl.finetune.policy import PolicyModel
 from pipelinerl.finetune.ranks import Ranks
 from pipelinerl.finetune.step import StepRunner
@@ -30,6 +31,12 @@ def gradient(kit: Kit, policy: PolicyModel, device: torch.device) -> torch.Tenso
     # Micro-batches of many samples, of one, and of none.
     plan = [[[*range(9)], [9], [*range(10, 24)], []]]
     runner.accumulate(kit.batch(kit.samples(24, 1, masked_every=9), plan=plan))
+    # Prefixes that are computed once.
+    batch, layout = policy.placed(token_batch(branching_tokens(policy), torch.device("cpu")), device)
+    assert policy.shares_prefixes and layout is not None and layout.shared is not None
+    outputs = policy(batch, layout)
+    with policy.products():
+        outputs.logprobs.sum().backward()
     found = torch.cat([p.grad.flatten().cpu() for p in policy.parameters() if p.grad is not None])
     policy.zero_grad(set_to_none=True)
     return found

@@ -111,7 +111,9 @@ def test_a_micro_batch_never_waits_for_the_gpu(tmp_path: Path) -> None:
     ranks = Ranks(device=torch.device("cuda", 0))
     backend = PlainBackend(load_policy(config, ranks.device), config.finetune, ranks)
     runner = StepRunner(backend, config.finetune, ranks)
-    batch = kit.batch(kit.samples(64, 1, masked_every=9))
+    samples = kit.samples(64, 1, masked_every=9)
+    # The second half begins as the first does, so prefixes are shared.
+    batch = kit.batch([*samples[:32], *samples[:32]])
     # The first step also loads kernels and makes buffers.
     runner.accumulate(batch)
     torch.cuda.set_sync_debug_mode("error")

@@ -14,10 +14,11 @@ cases = st.tuples(
 
 
 @settings(max_examples=200, deadline=None)
-@given(cases, st.booleans())
-def test_m5_every_sample_once_and_within_capacity(case, packed):
+@given(cases, st.booleans(), st.integers(0, 7))
+def test_m5_every_sample_once_and_within_capacity(case, packed, group):
     lengths, ranks, seq_length, rows = case
-    plan = make_plan(lengths, ranks, seq_length, packed, rows)
+    groups = [str(index // group) for index in range(len(lengths))] if group else None
+    plan = make_plan(lengths, ranks, seq_length, packed, rows, groups)
     assert len(plan) == ranks
     assert sorted(i for rank in plan for mb in rank for i in mb) == list(range(len(lengths)))
     assert all(mb for rank in plan for mb in rank), "no empty micro-batch"
@@ -28,7 +29,10 @@ def test_m5_every_sample_once_and_within_capacity(case, packed):
             assert sum(lengths[i] for i in micro_batch) <= seq_length
         else:
             assert len(micro_batch) <= rows
-    assert plan == make_plan(list(lengths), ranks, seq_length, packed, rows), "deterministic"
+    assert plan == make_plan(list(lengths), ranks, seq_length, packed, rows, groups), "deterministic"
+    if packed:
+        apart = make_plan(lengths, ranks, seq_length, packed)
+        assert max(map(len, plan)) <= max(map(len, apart)), "more micro-batches than without groups"
 
 
 def test_packs_into_the_fewest_rows():
@@ -39,6 +43,23 @@ def test_packs_into_the_fewest_rows():
 def test_ranks_get_equal_work():
     # One row of 100 would hold all; two ranks share it instead: 40+10 and 30+20.
     assert sorted(make_plan([40, 30, 20, 10], 2, 100, True)) == [[[0, 3]], [[1, 2]]]
+
+
+def test_groups_stay_together():
+    lengths = [20, 25, 20, 25, 20, 25]
+    assert make_plan(lengths, 1, 100, True, groups=[*"ababab"]) == [[[1, 3, 5], [0, 2, 4]]]
+    assert make_plan(lengths, 1, 100, True) == [[[1, 4, 5], [0, 2, 3]]]
+
+
+def test_groups_are_split_between_ranks_where_these_would_be_unequal():
+    """Two groups of 16 on 4 ranks: parts of 2, so that each has 8."""
+    plan = make_plan([10] * 32, 4, 1000, True, groups=["a"] * 16 + ["b"] * 16)
+    assert [[len(row) for row in rank] for rank in plan] == [[8]] * 4
+
+
+def test_a_group_that_fits_no_row_is_halved():
+    plan = make_plan([10] * 8, 1, 40, True, groups=["a"] * 8)
+    assert sorted(plan[0]) == [[0, 1, 2, 3], [4, 5, 6, 7]]
 
 
 def test_padded_rows_hold_similar_lengths():

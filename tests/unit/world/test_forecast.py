@@ -139,6 +139,15 @@ def test_times_follow_the_work() -> None:
     assert train_seconds(setup, work, slow) > 50 * train_seconds(setup, work, card)
 
 
+def test_tokens_that_are_shared_take_time_only_in_attention_and_head() -> None:
+    """A prompt of 900 tokens for 8 answers of 100: 900 / 8 + 100 tokens of a sample."""
+    setup, card = TrainerSetup(shape("1.5"), checkpointing=False, pack_tokens=100_000), card_machine("h200")
+    whole = train_seconds(setup, Work(800, 900.0, 100.0, 64, 1000.0), card)
+    assert whole == train_seconds(setup, Work(800, 900.0, 100.0, 64), card)
+    shared = train_seconds(setup, Work(800, 900.0, 100.0, 64, 212.5), card)
+    assert 0.2 * whole < shared < 0.4 * whole
+
+
 def test_lag_of_either_limit() -> None:
     """Slow servers: 256 of 512 samples are in progress, so a token is a quarter of a step old and waits for half of
     one. A slow trainer: the batch that waits was sampled by the version before."""
