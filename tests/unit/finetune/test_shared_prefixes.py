@@ -6,12 +6,13 @@ from collections.abc import Callable
 
 import pytest
 import torch
+from fakes.families import FAMILIES, random_model
 from fakes.finetune_kit import Kit
 from fakes.varlen_kernel import plain_varlen_attn
 
 from pipelinerl.finetune import attention
 from pipelinerl.finetune.attention import repeated, shared_prefixes
-from pipelinerl.finetune.model import find_fault
+from pipelinerl.finetune.model import find_fault, remove_dropout
 from pipelinerl.finetune.model_check import branching_tokens, sample_tokens, sharing_difference, token_batch
 from pipelinerl.finetune.policy import PolicyModel
 
@@ -114,6 +115,32 @@ def test_log_probs_and_gradients_are_those_of_samples_apart(
     assert lengths[0] < 0.75 * sum(map(len, samples))
     torch.testing.assert_close(found, expected, rtol=0, atol=1e-5)
     assert ours.keys() == exact.keys()
+    for name, tensor in exact.items():
+        torch.testing.assert_close(ours[name], tensor, rtol=0, atol=1e-5 * max(1, float(tensor.abs().max())), msg=name)
+
+
+#: Windows, learned positions, experts, sinks.
+QUICK = ("gemma3_text", "gpt2", "qwen3_moe", "gpt_oss")
+
+
+@pytest.mark.parametrize(
+    "family", [pytest.param(name, marks=[] if name in QUICK else pytest.mark.slow) for name in FAMILIES]
+)
+def test_a_family_that_shares_prefixes_has_the_same_gradients(family: str) -> None:
+    attention.register_own_attention()
+    model = random_model(family).float()
+    remove_dropout(model)
+    model.set_attn_implementation(attention.SEGMENTED_ATTENTION)
+    policy = PolicyModel(model, shares_prefixes=True)
+    if find_fault(policy, packed=True) is not None or not policy.has_linear_head:
+        assert family not in QUICK
+        return
+    assert policy.shares_prefixes
+    samples = branching_tokens(policy)
+    found, ours = gradients(policy, samples)
+    policy.shares_prefixes = False
+    expected, exact = gradients(policy, samples)
+    torch.testing.assert_close(found, expected, rtol=0, atol=1e-5)
     for name, tensor in exact.items():
         torch.testing.assert_close(ours[name], tensor, rtol=0, atol=1e-5 * max(1, float(tensor.abs().max())), msg=name)
 
