@@ -99,8 +99,17 @@ def measurements(model: str, out: Path) -> dict[str, Measurement]:
         for task, config in (("guessing", "guessing_2gpu"), ("sums", "arithmetic_2gpu")):
             name = f"{task}-seed{seed}-2"
             add(name, launch(name, config, f"seed={seed}", f"model_path={model}"))
-    schedules = f"--model {shlex.quote(model)} --learning-rate 2e-5 --steps 32 --max-lag 1024 --repeats {len(SEEDS)}"
-    add("schedules-2", f"{runs} schedules {load} {schedules} --output {here}/schedules-2.json")
+    for servers in (1, 4):
+        name = f"schedules-{servers}servers-2"
+        one = f"{league} --systems ours --tasks sums --servers-per-gpu {servers}"
+        add(
+            name,
+            *(
+                f"{one} --seeds {seed} --out {here}/{name}/{schedule}-{seed} -- {words}"
+                for seed in SEEDS
+                for schedule, words in SCHEDULES.items()
+            ),
+        )
     for size in ("0.5", "1.5"):
         split = f"--only 1server-1rank --size {size} --checkpointing"
         add(f"update-{size}b-2", f"{runs} splits {load} {split} --output {here}/update-{size}b-2.json")
@@ -110,6 +119,11 @@ def measurements(model: str, out: Path) -> dict[str, Measurement]:
     return found
 
 
+SCHEDULES = {
+    "pipeline": "schedule=pipeline",
+    "concurrent": "schedule=concurrent",
+    "conventional": "schedule=conventional steps_per_generation=1 max_lag=null",
+}
 SPLITS = {
     2: ("1server-1rank", "1server-2ranks-zero3", "1server-2ranks-fsdp", "tp2-2ranks-colocated-zero3"),
     4: ("3servers-1rank", "2servers-2ranks-zero3", "tp2-2ranks-zero3", "2xtp2-4ranks-colocated-zero3"),
@@ -213,10 +227,11 @@ def results(name: str, out: Path) -> Iterator[str]:
     if (summary := out / name / "summary.json").exists():
         known = json.loads(summary.read_text())
         yield ", ".join(f"{key} {_number(known[key])}" for key in SUMMARY_FIGURES if key in known)
-    if (league := out / name / "league.json").exists():
+    for league in sorted((out / name).glob("**/league.json")):
+        variant = league.parent.name if league.parent != out / name else ""
         for run in json.loads(league.read_text())["runs"]:
             told = run.get("error") or ", ".join(f"{key} {_number(run[key])}" for key in LEAGUE_FIGURES)
-            yield f"{run['system']} {run['task']} seed {run['seed']}: {told}"
+            yield f"{variant or run['system']} {run['task']} seed {run['seed']}: {told}"
 
 
 def _medians(row: Mapping[str, Any], within: str = "") -> Iterator[str]:
