@@ -35,8 +35,8 @@ OWN_ATTENTIONS = (SEGMENTED_ATTENTION, VARLEN_ATTENTION)
 #: Have no kernel for fp32.
 HALF_PRECISION_ONLY = ("flash_attention_2", VARLEN_ATTENTION)
 _MAX_PADDING_RATIO = 2
-#: Sharing fewer tokens of a row than this is not worth gathering them.
-_LEAST_SHARED = 0.1
+#: Less than this part of a row is not worth the gathering.
+_LEAST_SHARED = 0.2
 
 
 @dataclass(frozen=True)
