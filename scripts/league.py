@@ -321,6 +321,8 @@ def fault(args: argparse.Namespace) -> str | None:
     if not args.rehearse and not args.model and not args.size:
         known = "HuggingFaceTB/SmolLM2-135M-Instruct"
         return f"got no --model and no --size, expected a chat model's folder or name, such as {known}."
+    if len(set(args.seeds)) < len(args.seeds):
+        return f"--seeds: got {args.seeds}, expected different ones."
     if args.steps < 2:
         return f"--steps: got {args.steps}, expected at least 2, because rates leave out the first step."
     if args.rehearse and args.write_docs:

@@ -60,10 +60,8 @@ def compile_layers(policy: PolicyModel, pack_tokens: int, backend: str | Callabl
     """
     start = time.perf_counter()
     layers = decoder_layers(policy)
-    tuned, compared = (
-        [int(share * min(pack_tokens, tokens)) for share in _SHARES] for tokens in (_TUNING_TOKENS, _COMPARED_TOKENS)
-    )
-    samples = branching_tokens(policy, compared)
+    tuned, compared = min(pack_tokens, _TUNING_TOKENS), min(pack_tokens // 2, _COMPARED_TOKENS)
+    samples = branching_tokens(policy, _lengths(compared))
     # A layer is smaller than what DDP sends at once, so it need not be cut.
     torch._dynamo.config.optimize_ddp = False
     try:
@@ -74,11 +72,14 @@ def compile_layers(policy: PolicyModel, pack_tokens: int, backend: str | Callabl
         for layer in layers:
             options = _OPTIONS if backend == "inductor" else None
             layer.compile(backend=backend, dynamic=True, options=options)
-        _passes(policy, sample_tokens(policy, tuned))
+        _passes(policy, sample_tokens(policy, _lengths(tuned)))
         if policy.shares_prefixes:
-            _passes(policy, branching_tokens(policy, [length // 2 for length in tuned]))
+            _passes(policy, branching_tokens(policy, _lengths(tuned // 2)))
         errors = _errors(_passes(policy, samples), exact)
         fault = _fault(errors, without)
+        if policy.shares_prefixes:
+            # The other graph.
+            fault = fault or _fault(_errors(_passes(policy, samples, is_shared=False), exact), without)
         if counters["graph_break"].total() > breaks:
             fault = "they are not one graph"
     # Raised for code that torch cannot compile, a missing or broken C compiler, layers that cannot be checkpointed.
@@ -103,6 +104,10 @@ def compile_layers(policy: PolicyModel, pack_tokens: int, backend: str | Callabl
     for layer in layers:
         layer._compiled_call_impl = None
     logger.warning("decoder layers are not compiled, so steps take longer: %s", fault)
+
+
+def _lengths(tokens: int) -> list[int]:
+    return [int(share * tokens) for share in _SHARES]
 
 
 @contextmanager

@@ -356,13 +356,14 @@ def _try_sharing(policy: PolicyModel, packed: bool, tolerance: float, exact: flo
     """Compute equal prefixes for every sample if that is not the same as once."""
     if not (policy.shares_prefixes and packed):
         return
-    difference = sharing_difference(policy)
-    with exact_fp32(policy):
-        exactly = sharing_difference(policy)
-    policy.shares_prefixes = difference <= tolerance and exactly <= exact
+    rounded = exactly = sharing_difference(policy)
+    if policy.attention in HALF_PRECISION_ONLY:
+        with exact_fp32(policy):
+            exactly = sharing_difference(policy)
+    policy.shares_prefixes = rounded <= tolerance and exactly <= exact
     if not policy.shares_prefixes:
         line = "equal prefixes are computed for every sample: computed once, they change log-probs by %.2g (fp32 %.2g)"
-        logger.info(line, difference, exactly)
+        logger.info(line, rounded, exactly)
 
 
 def _tf32_fault(policy: PolicyModel, is_wanted: bool) -> str | None:
@@ -443,6 +444,7 @@ def load_reference(
         fp32_head=policy.fp32_head,
         compute_dtype=policy.compute_dtype,
         tf32=policy.tf32,
+        shares_prefixes=policy.shares_prefixes,
     )
     model.has_linear_head = policy.has_linear_head
     if in_parts:

@@ -5,6 +5,7 @@ Every sample is in exactly one micro-batch.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from itertools import pairwise
 
@@ -16,8 +17,8 @@ Plan = list[list[list[int]]]
 # Length at which causal attention costs as much as the matrix products of a model with 0.5-7 B parameters (rough,
 # between 23k and 70k tokens; it only affects how ranks are balanced, never what is computed).
 ATTENTION_CROSSOVER_TOKENS = 32768
-# With several ranks, samples stay together in at least this many units for each bin, so that bins are about equal.
-_UNITS_PER_BIN = 4
+# With several ranks, groups are split into at least this many units for each, so that ranks can have equal work.
+_UNITS_PER_RANK = 8
 
 
 def sample_cost(length: int) -> float:
@@ -28,8 +29,23 @@ def sample_cost(length: int) -> float:
 def plan_step(samples: Sequence[Sample], num_ranks: int, config: FinetuneConfig) -> Plan:
     """The plan of a step with these samples; see `make_plan`."""
     lengths = [len(sample.input_ids) for sample in samples]
-    groups = [sample.group_id for sample in samples] if config.share_prefixes else None
-    return make_plan(lengths, num_ranks, config.seq_length, config.seq_packing, config.train_batch_size, groups)
+    prompts = [(sample.group_id, sample.prompt_tokens) for sample in samples] if config.share_prefixes else None
+    return make_plan(lengths, num_ranks, config.seq_length, config.seq_packing, config.train_batch_size, prompts)
+
+
+def computed_tokens(
+    prompt: float, answer: float, samples: int, attempts: int, num_ranks: int, seq_length: int
+) -> float:
+    """Tokens of a sample that go through the layers on average, where prompts of groups are shared.
+
+    Args:
+        prompt, answer: tokens of a sample.
+        samples, attempts: of a step and of a group.
+    """
+    length = prompt + answer
+    most = seq_length if num_ranks == 1 else min(seq_length, samples * length / (_UNITS_PER_RANK * num_ranks))
+    parts = math.ceil(attempts / max(1, most // max(length, 1)))
+    return prompt * parts / attempts + answer
 
 
 def make_plan(
@@ -38,7 +54,7 @@ def make_plan(
     seq_length: int,
     packed: bool,
     rows_per_micro_batch: int = 1,
-    groups: Sequence[str] | None = None,
+    prompts: Sequence[tuple[str, int]] | None = None,
 ) -> Plan:
     """Spread samples over ranks and micro-batches.
 
@@ -47,8 +63,8 @@ def make_plan(
         seq_length: most tokens of one packed row, and of one sample.
         packed: True: a micro-batch is one row of at most `seq_length` tokens. False: at most `rows_per_micro_batch`
             padded rows of similar length.
-        groups: of each sample. Samples of a group begin alike and share a packed row where that leaves ranks with equal
-            work.
+        prompts: of each sample its group and the tokens of its prompt. Samples of a group share a packed row where
+            possible, and their prompt costs once.
 
     Returns:
         `plan[rank][micro_batch]` = sorted indices into `lengths`. Ranks differ by at most one micro-batch, which the
@@ -60,8 +76,8 @@ def make_plan(
     _check(lengths, seq_length)
     order = sorted(range(len(lengths)), key=lambda index: (-lengths[index], index))
     if packed:
-        micro_batches = _pack(order, lengths, num_ranks, seq_length, groups)
-        cost = _packed_cost(lengths)
+        cost = _packed_cost(lengths, prompts)
+        micro_batches = _pack(order, lengths, num_ranks, seq_length, prompts, cost)
     else:
         micro_batches = _rows(order, num_ranks, rows_per_micro_batch)
         cost = _padded_cost(lengths)
@@ -78,29 +94,35 @@ def _check(lengths: Sequence[int], seq_length: int) -> None:
 
 
 def _pack(
-    order: list[int], lengths: Sequence[int], num_ranks: int, capacity: int, groups: Sequence[str] | None
+    order: list[int],
+    lengths: Sequence[int],
+    num_ranks: int,
+    capacity: int,
+    prompts: Sequence[tuple[str, int]] | None,
+    cost: Callable[[list[int]], float],
 ) -> list[list[int]]:
     """Bins of at most `capacity` tokens, filled evenly: as many as first-fit-decreasing needs, rounded up to a multiple
-    of the ranks (which would be idle otherwise)."""
+    of the ranks (which would be idle otherwise). For groups there may be one more for each rank."""
     fewest = _first_fit(order, lengths, capacity)
     count = min(-(-len(fewest) // num_ranks) * num_ranks, len(order))
-    apart = [[index] for index in order]
-    for units in [apart] if groups is None else [_together(order, lengths, num_ranks, count, groups), apart]:
-        even = _fill_evenly(units, lengths, count, capacity)
-        if even is not None and all(even):
-            return even
-    return fewest
+    if prompts is not None:
+        most = capacity if num_ranks == 1 else min(capacity, sum(lengths) // (_UNITS_PER_RANK * num_ranks))
+        units = _together(order, lengths, most, prompts)
+        for bins in (count, count + num_ranks):
+            even = _fill_evenly(units, lengths, bins, capacity, cost)
+            if even is not None and all(even):
+                return even
+    even = _fill_evenly([[index] for index in order], lengths, count, capacity, cost)
+    return even if even is not None else fewest
 
 
 def _together(
-    order: list[int], lengths: Sequence[int], num_ranks: int, count: int, groups: Sequence[str]
+    order: list[int], lengths: Sequence[int], most: int, prompts: Sequence[tuple[str, int]]
 ) -> list[list[int]]:
-    """The samples of each group, largest group first. With several ranks parts of it, small enough to fill `count` bins
-    evenly."""
+    """Units of samples that stay together, longest first: groups, or parts of them of at most `most` tokens."""
     members: dict[str, list[int]] = {}
     for index in order:
-        members.setdefault(groups[index], []).append(index)
-    most = sum(lengths) // max(1, _UNITS_PER_BIN * count) if num_ranks > 1 else sum(lengths)
+        members.setdefault(prompts[index][0], []).append(index)
     units: list[list[int]] = []
     for group in members.values():
         used = most
@@ -126,12 +148,18 @@ def _first_fit(order: list[int], lengths: Sequence[int], capacity: int) -> list[
     return bins
 
 
-def _fill_evenly(units: list[list[int]], lengths: Sequence[int], count: int, capacity: int) -> list[list[int]] | None:
+def _fill_evenly(
+    units: list[list[int]],
+    lengths: Sequence[int],
+    count: int,
+    capacity: int,
+    cost: Callable[[list[int]], float],
+) -> list[list[int]] | None:
     """Each unit of samples goes into the cheapest bin with room, in halves if there is none; None if a sample does not
     fit."""
     bins: list[list[int]] = [[] for _ in range(count)]
     used = [0] * count
-    cost = [0.0] * count
+    costs = [0.0] * count
     left = units[::-1]
     while left:
         unit = left.pop()
@@ -142,10 +170,10 @@ def _fill_evenly(units: list[list[int]], lengths: Sequence[int], count: int, cap
         if not room:
             left += [unit[len(unit) // 2 :], unit[: len(unit) // 2]]
             continue
-        target = min(room, key=lambda b: (cost[b], b))
+        target = min(room, key=lambda b: (costs[b], b))
         bins[target] += unit
         used[target] += size
-        cost[target] += sum(sample_cost(lengths[index]) for index in unit)
+        costs[target] += cost(unit)
     return bins
 
 
@@ -157,8 +185,17 @@ def _rows(order: list[int], num_ranks: int, rows: int) -> list[list[int]]:
     return [order[start:end] for start, end in pairwise(cuts)]
 
 
-def _packed_cost(lengths: Sequence[int]) -> Callable[[list[int]], float]:
-    return lambda indices: sum(sample_cost(lengths[index]) for index in indices)
+def _packed_cost(lengths: Sequence[int], prompts: Sequence[tuple[str, int]] | None) -> Callable[[list[int]], float]:
+    """Cost of samples in a row; what the prompts of a group have in common, the shortest at most, costs once."""
+
+    def cost(indices: list[int]) -> float:
+        found: dict[str, list[int]] = {}
+        for group, tokens in [prompts[index] for index in indices] if prompts is not None else ():
+            found.setdefault(group, []).append(tokens)
+        again = sum((len(tokens) - 1) * min(tokens) for tokens in found.values())
+        return sum(sample_cost(lengths[index]) for index in indices) - again
+
+    return cost
 
 
 def _padded_cost(lengths: Sequence[int]) -> Callable[[list[int]], float]:

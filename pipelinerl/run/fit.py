@@ -15,6 +15,7 @@ from itertools import groupby
 from pipelinerl.config import RunConfig
 from pipelinerl.config.run import ConventionalSchedule
 from pipelinerl.errors import ConfigError
+from pipelinerl.rl.packing import computed_tokens as tokens_computed
 from pipelinerl.world import Cluster, WorldMap, cards_of, memory_of_machine
 from pipelinerl.world.forecast import (
     CACHE,
@@ -107,7 +108,7 @@ def forecast_run(
 
     Args:
         tokens: of a prompt and of an answer, on average; None: assumed from the longest answer.
-        computed_tokens: of a sample, in the trainer; None: all answers and the prompt of each group.
+        computed_tokens: of a sample, in the trainer; None: as planned for groups of this size.
     """
     on_cpu, ranks = world.device == "cpu", len(world.jobs_of("finetune"))
     trainer = trainer_setup(config, shape, ranks, on_cpu) if ranks else None
@@ -118,11 +119,12 @@ def forecast_run(
         server = replace(server, gpus=max(1, len(servers[0].gpus)), cache_bytes=cache)
     layout = _layout(config, world)
     prompt, answer = tokens or _assumed_tokens(config)
-    if computed_tokens is None:
-        shares = config.finetune.share_prefixes and config.finetune.seq_packing
-        computed_tokens = prompt / (config.attempts if shares else 1) + answer
-    samples, concurrency = config.finetune.samples_per_step, config.actor.llm_max_rollouts
-    work = Work(samples, prompt, answer, concurrency, computed_tokens)
+    finetune, samples = config.finetune, config.finetune.samples_per_step
+    can_share = finetune.seq_packing and finetune.attn_implementation in ("auto", "segments")
+    if computed_tokens is None and finetune.share_prefixes and can_share:
+        shape_of_step = (samples, config.attempts, max(1, ranks), finetune.seq_length)
+        computed_tokens = tokens_computed(prompt, answer, *shape_of_step)
+    work = Work(samples, prompt, answer, config.actor.llm_max_rollouts, computed_tokens)
     step = None
     if trainer and server and layout.servers:
         step = step_forecast(trainer, server, layout, work, machine)

@@ -112,8 +112,9 @@ def test_a_micro_batch_never_waits_for_the_gpu(tmp_path: Path) -> None:
     backend = PlainBackend(load_policy(config, ranks.device), config.finetune, ranks)
     runner = StepRunner(backend, config.finetune, ranks)
     samples = kit.samples(64, 1, masked_every=9)
-    # The second half begins as the first does, so prefixes are shared.
-    batch = kit.batch([*samples[:32], *samples[:32]])
+    # Each sample twice in a row, so that prefixes are shared.
+    plan = [[[index, index + 32, index + 1, index + 33] for index in range(0, 32, 2)]]
+    batch = kit.batch([*samples[:32], *samples[:32]], plan=plan)
     # The first step also loads kernels and makes buffers.
     runner.accumulate(batch)
     torch.cuda.set_sync_debug_mode("error")

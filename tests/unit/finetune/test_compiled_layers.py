@@ -109,6 +109,21 @@ def test_what_computes_something_else_is_not_used(kit, caplog):
     same(gradients(kit, policy), expected)
 
 
+@pytest.mark.parametrize("wrong_one", [0, 1])
+def test_each_graph_is_compared(kit, caplog, wrong_one):
+    """That of samples apart, and that of shared prefixes."""
+    graphs = []
+
+    def half_wrong(graph, inputs):
+        graphs.append(graph)
+        factor = 1.5 if len(graphs) - 1 == wrong_one else 1.0
+        return lambda *values: tuple(factor * output for output in graph(*values))
+
+    policy = varlen_policy(kit)
+    compile_layers(policy, pack_tokens=128, backend=half_wrong)
+    assert len(graphs) == 2 and policy.has_compiled_layers is False
+
+
 def test_what_rounds_no_worse_than_the_layers_as_they_were_is_used(kit, monkeypatch):
     monkeypatch.setattr(compiled_layers, "_LOGPROB_TOLERANCE", 0.0)
     monkeypatch.setattr(compiled_layers, "_GRADIENT_TOLERANCE", 0.0)

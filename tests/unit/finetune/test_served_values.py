@@ -11,7 +11,7 @@ from pipelinerl.errors import WeightSyncError
 from pipelinerl.finetune.backends.base import PlainBackend
 from pipelinerl.finetune.lora import add_adapters
 from pipelinerl.finetune.model import load_policy, load_reference
-from pipelinerl.finetune.model_check import token_batch
+from pipelinerl.finetune.model_check import branching_tokens, token_batch
 from pipelinerl.finetune.ranks import Ranks
 from pipelinerl.finetune.served_weights import ServedValues, parameters_to_round
 from pipelinerl.finetune.step import StepRunner
@@ -206,9 +206,11 @@ def test_a_loaded_policy_and_its_reference_know_the_servers_dtype(kit, tmp_path,
     PlainBackend(policy, config.finetune, Ranks())
     reference = load_reference(config, policy, CPU, has_servers=False)
     assert reference is not None
-    batch = token_batch([IDS], CPU)
+    batch = token_batch([*branching_tokens(policy), IDS], CPU)
+    layout = policy.layout_of(batch)
+    assert layout is not None and layout.shared is not None
     with torch.no_grad():
-        ours = policy(batch, policy.layout_of(batch)).logprobs
+        ours = policy(batch, layout).logprobs
     # The reference is the policy at the start, also where rounding changed both.
     assert torch.equal(ours, reference.logprobs([batch])[0])
     weight = policy.language_model.model.norm.weight

@@ -149,6 +149,7 @@ def test_the_page_keeps_the_rest(league: ModuleType) -> None:
         ("--model x --tasks riddles", "riddles"),
         ("--model x --systems theirs", "theirs"),
         ("--model x --seeds 0", "--seeds"),
+        ("--model x --systems ours --seeds 2 2 GPU", "--seeds"),
         ("--model x --servers-per-gpu many", "many"),
         ("--systems ours GPU", "--model"),
         ("--model x --systems ours --steps 1 GPU", "--steps"),
