@@ -79,7 +79,7 @@ class FinetuneConfig(Section):
     seq_packing: bool = Field(default=True, description="pack several samples into one row")
     share_prefixes: bool = Field(
         default=True,
-        description="compute tokens with which several samples of a row begin, such as their prompt, once",
+        description="compute a prefix that samples of a row have in common, such as their prompt, only once",
     )
     logprob_chunk_tokens: int = Field(
         default=1024, ge=1, description="tokens per chunk of the output head; less: less memory"

@@ -35,7 +35,7 @@ OWN_ATTENTIONS = (SEGMENTED_ATTENTION, VARLEN_ATTENTION)
 #: Have no kernel for fp32.
 HALF_PRECISION_ONLY = ("flash_attention_2", VARLEN_ATTENTION)
 _MAX_PADDING_RATIO = 2
-#: Less than this part of a row is not worth the gathering.
+#: Sharing a smaller part of a row costs about as much as it saves.
 _LEAST_SHARED = 0.2
 
 

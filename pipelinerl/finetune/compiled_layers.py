@@ -66,7 +66,7 @@ def compile_layers(policy: PolicyModel, pack_tokens: int, backend: str | Callabl
     torch._dynamo.config.optimize_ddp = False
     try:
         with exact_fp32(policy), wide_for_trial(policy), _checkpointed(policy):
-            exact = _passes(policy, samples, is_shared=False)
+            exact = _passes(policy, samples, may_share=False)
         without = _errors(_passes(policy, samples), exact)
         breaks = counters["graph_break"].total()
         for layer in layers:
@@ -79,7 +79,7 @@ def compile_layers(policy: PolicyModel, pack_tokens: int, backend: str | Callabl
         fault = _fault(errors, without)
         if policy.shares_prefixes:
             # The other graph.
-            fault = fault or _fault(_errors(_passes(policy, samples, is_shared=False), exact), without)
+            fault = fault or _fault(_errors(_passes(policy, samples, may_share=False), exact), without)
         if counters["graph_break"].total() > breaks:
             fault = "they are not one graph"
     # Raised for code that torch cannot compile, a missing or broken C compiler, layers that cannot be checkpointed.
@@ -143,13 +143,9 @@ class _Errors:
     worst: str
 
 
-def _passes(policy: PolicyModel, samples: Sequence[Sequence[int]], is_shared: bool = True) -> _Passes:
-    """With `is_shared` equal prefixes are computed once, if the policy does that."""
+def _passes(policy: PolicyModel, samples: Sequence[Sequence[int]], may_share: bool = True) -> _Passes:
     batch = token_batch(samples, torch.device("cpu"))
-    policy.shares_prefixes, before = policy.shares_prefixes and is_shared, policy.shares_prefixes
-    placed = policy.placed(batch, next(policy.parameters()).device)
-    policy.shares_prefixes = before
-    logprobs = policy(*placed).logprobs
+    logprobs = policy(*policy.placed(batch, next(policy.parameters()).device, may_share)).logprobs
     with policy.products():
         logprobs.sum().backward()
     gradients = {name: p.grad.flatten() for name, p in policy.named_parameters() if p.grad is not None}

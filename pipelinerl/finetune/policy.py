@@ -66,8 +66,8 @@ class PolicyModel(torch.nn.Module):
         compute_dtype: dtype of the matrix products; parameters may be wider.
         tf32: fp32 products of the body are in TF32 on a GPU; those of an fp32 head and of positions stay exact.
         served_dtype: of the weights in the servers; see `served_weights.py`.
-        shares_prefixes: compute tokens with which several samples of a row begin once; only for models in which nothing
-            but attention mixes tokens (`model.find_fault` turns it off for others).
+        shares_prefixes: compute a prefix that samples of a row have in common only once; right if nothing but attention
+            mixes tokens (`model.find_fault` turns it off for other models).
     """
 
     def __init__(
@@ -122,20 +122,26 @@ class PolicyModel(torch.nn.Module):
             return torch.compiler.set_stance("force_eager")
         return fp32_products("tf32") if self.tf32 else nullcontext()
 
-    def layout_of(self, batch: MicroBatch) -> Layout | None:
-        """Index tensors for our own attentions (None for others). Call it before moving `batch` to a GPU."""
+    def layout_of(self, batch: MicroBatch, may_share: bool = True) -> Layout | None:
+        """Index tensors for our own attentions (None for others). Call it before moving `batch` to a GPU.
+
+        Args:
+            may_share: False: without shared prefixes, whatever the policy does.
+        """
         if self.attention not in OWN_ATTENTIONS or batch.attention_mask is not None:
             return None
         lengths = torch.unique_consecutive(batch.segment_ids[0], return_counts=True)[1].tolist()
         # A head that is not linear makes logits of all positions anyway.
-        is_shared = self.shares_prefixes and self.has_linear_head
+        is_shared = may_share and self.shares_prefixes and self.has_linear_head
         shared = shared_prefixes(batch.input_ids[0], lengths) if is_shared else None
         make = varlen_layout if self.attention == VARLEN_ATTENTION else segment_layout
         return make(lengths, shared)
 
-    def placed(self, batch: MicroBatch, device: torch.device) -> tuple[MicroBatch, Layout | None]:
+    def placed(
+        self, batch: MicroBatch, device: torch.device, may_share: bool = True
+    ) -> tuple[MicroBatch, Layout | None]:
         """`batch` and its layout on `device`, for `forward`."""
-        layout = self.layout_of(batch)
+        layout = self.layout_of(batch, may_share)
         return batch.to(device), None if layout is None else layout.to(device)
 
     def forward(

@@ -127,7 +127,7 @@ class StepRunner:
             loss, found = compute_loss(inputs, self._config.rl, coefficients)
             with self._backend.policy.products():
                 self._backend.backward(_connected(loss, inputs), is_last=is_last)
-            #: tokens that went through the model, fewer than `finetune/tokens` where samples begin alike
+            #: tokens that went through the model, fewer than `finetune/tokens` where samples share prefixes
             found["finetune/computed_tokens"] = torch.tensor(float(_computed_tokens(micro_batch, layout)))
             metrics |= {name: metrics[name] + value if name in metrics else value for name, value in found.items()}
             diagnostics.add(inputs)

@@ -33,7 +33,7 @@ def plan_step(samples: Sequence[Sample], num_ranks: int, config: FinetuneConfig)
     return make_plan(lengths, num_ranks, config.seq_length, config.seq_packing, config.train_batch_size, prompts)
 
 
-def computed_tokens(
+def expected_computed_tokens(
     prompt: float, answer: float, samples: int, attempts: int, num_ranks: int, seq_length: int
 ) -> float:
     """Tokens of a sample that go through the layers on average, where prompts of groups are shared.

@@ -15,7 +15,7 @@ from itertools import groupby
 from pipelinerl.config import RunConfig
 from pipelinerl.config.run import ConventionalSchedule
 from pipelinerl.errors import ConfigError
-from pipelinerl.rl.packing import computed_tokens as tokens_computed
+from pipelinerl.rl.packing import expected_computed_tokens
 from pipelinerl.world import Cluster, WorldMap, cards_of, memory_of_machine
 from pipelinerl.world.forecast import (
     CACHE,
@@ -123,7 +123,7 @@ def forecast_run(
     can_share = finetune.seq_packing and finetune.attn_implementation in ("auto", "segments")
     if computed_tokens is None and finetune.share_prefixes and can_share:
         shape_of_step = (samples, config.attempts, max(1, ranks), finetune.seq_length)
-        computed_tokens = tokens_computed(prompt, answer, *shape_of_step)
+        computed_tokens = expected_computed_tokens(prompt, answer, *shape_of_step)
     work = Work(samples, prompt, answer, config.actor.llm_max_rollouts, computed_tokens)
     step = None
     if trainer and server and layout.servers:

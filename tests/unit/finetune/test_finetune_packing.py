@@ -90,7 +90,7 @@ def test_m3_no_gradient_crosses_a_border(kit):
 def test_attention_without_borders_is_found_out(kit):
     """X2: by the check that a run makes of its own model."""
     policy = kit.policy()
-    policy.layout_of = lambda batch: segment_layout([batch.input_ids.shape[1]])
+    policy.layout_of = lambda batch, may_share: segment_layout([batch.input_ids.shape[1]])
     assert packing_difference(policy) > 0.1
 
 

@@ -157,16 +157,13 @@ def test_it_is_turned_off_where_more_than_attention_mixes_tokens(kit: Kit) -> No
         before = torch.where(starts[..., None], 0.0, output.roll(1, 1))
         return output + 0.1 * before
 
+    def note_positions(module: torch.nn.Module, inputs: tuple[()], named: dict[str, torch.Tensor]) -> None:
+        own = named.get("position_ids")
+        positions[:] = [torch.arange(named["input_ids"].shape[1])[None] if own is None else own]
+
     positions: list[torch.Tensor] = []
     decoder = policy.language_model.base_model
-    decoder.register_forward_pre_hook(
-        lambda module, inputs, named: (
-            positions.__setitem__(slice(None), [named["position_ids"]])
-            if named.get("position_ids") is not None
-            else positions.__setitem__(slice(None), [torch.arange(named["input_ids"].shape[1])[None]])
-        ),
-        with_kwargs=True,
-    )
+    decoder.register_forward_pre_hook(note_positions, with_kwargs=True)
     decoder.layers[0].mlp.register_forward_hook(mix)
     assert find_fault(policy, packed=True) is None
     assert not policy.shares_prefixes
