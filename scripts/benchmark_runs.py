@@ -29,6 +29,7 @@ import torch
 from benchmark_common import SHAPES, child_environ, graphs_override, make_parser, random_model, spread, write_result
 
 from pipelinerl.tiny.build import build_tiny_model
+from pipelinerl.weights.sync import PHASES
 
 TASK = "benchmark_task"
 CONFIG = f"""
@@ -51,7 +52,6 @@ finetune:
 wandb:
   mode: disabled
 """
-PHASES = ("pause", "start", "transfer", "load", "resume")
 #: How long a run may take to end after SIGTERM before it is killed.
 _END_S = 45.0
 

@@ -21,7 +21,7 @@ SERVED_MODEL_NAME = "actor"
 
 SCHEDULER_PATH = "pipelinerl.inference.request_scheduler.create_scheduler"
 WORKER_EXTENSION_PATH = "pipelinerl.inference.worker_extension.WeightUpdateExtension"
-MIDDLEWARE_PATH = "pipelinerl.inference.fast_output.ServerMiddleware"
+MIDDLEWARE_PATH = "pipelinerl.inference.server.ServerMiddleware"
 
 _OVERRIDES = "hf-overrides"
 _COMPILATION = "compilation-config"

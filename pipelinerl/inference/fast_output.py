@@ -34,7 +34,7 @@ from vllm.v1.engine.logprobs import LogprobsProcessor
 from vllm.v1.outputs import LogprobsLists
 from vllm.v1.request import Request
 
-from pipelinerl.inference.auth import App, Receive, Scope, Send, TokenMiddleware
+from pipelinerl.inference.auth import App, Receive, Scope, Send
 from pipelinerl.records.completion import GENERATE_PATH, MEDIA_TYPE, PackedSpan, encode_completion, pack_ids
 
 logger = logging.getLogger(__name__)
@@ -291,7 +291,7 @@ class FastRoute:
             await self._app(scope, receive, send)
             return
         try:
-            body = await _read_body(receive)
+            body = await read_body(receive)
         except ConnectionError:
             return
         state = scope["app"].state
@@ -311,7 +311,7 @@ class FastRoute:
             if not isinstance(error, Exception):
                 raise
             logger.exception("the engine failed a request")
-            await _answer_json(send, 500, _error(f"{type(error).__name__}: {error}"))
+            await send_error(send, f"{type(error).__name__}: {error}")
             return
         finally:
             watch.cancel()
@@ -390,7 +390,7 @@ async def _abort_when_gone(engine: Any, request_id: str, receive: Receive) -> No
 async def _answer(send: Send, output: Any) -> None:
     (choice,) = output.outputs
     if choice.finish_reason == "error":
-        await _answer_json(send, 500, _error("the engine failed this request"))
+        await send_error(send, "the engine failed this request")
         return
     logprobs = None
     if choice.logprobs is not None:
@@ -398,7 +398,7 @@ async def _answer(send: Send, output: Any) -> None:
         if len(logprobs) != len(choice.token_ids):
             # The scheduler takes them away where the version of a token is not known.
             text = f"log-probs of {len(choice.token_ids) - len(logprobs)} of {len(choice.token_ids)} tokens are missing"
-            await _answer_json(send, 500, _error(text))
+            await send_error(send, text)
             return
     spans = choice.weight_versions
     body = encode_completion(
@@ -411,11 +411,13 @@ async def _answer(send: Send, output: Any) -> None:
     await _send_whole(send, 200, body, MEDIA_TYPE)
 
 
-def _error(message: str) -> dict[str, Any]:
-    return {"error": {"message": message, "type": "InternalServerError", "code": 500}}
+async def send_error(send: Send, message: str) -> None:
+    """Answer 500 in the form of vLLM's errors."""
+    content = {"error": {"message": message, "type": "InternalServerError", "code": 500}}
+    await send_json(send, 500, content)
 
 
-async def _read_body(receive: Receive) -> bytes:
+async def read_body(receive: Receive) -> bytes:
     """Return the whole body of a request.
 
     Raises:
@@ -448,19 +450,6 @@ async def _send_whole(send: Send, status: int, body: bytes, media_type: str) -> 
     await send({"type": "http.response.body", "body": body})
 
 
-async def _answer_json(send: Send, status: int, content: dict[str, Any]) -> None:
+async def send_json(send: Send, status: int, content: dict[str, Any]) -> None:
     """Send a JSON object."""
     await _send_whole(send, status, json.dumps(content).encode(), "application/json")
-
-
-class ServerMiddleware:
-    """What a server has around vLLM's routes: the token check around our route; nothing is reached without the token.
-
-    One class, because vLLM warns of duplicates if `--middleware` is repeated.
-    """
-
-    def __init__(self, app: App) -> None:
-        self._app = TokenMiddleware(FastRoute(app))
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        await self._app(scope, receive, send)

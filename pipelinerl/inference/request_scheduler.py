@@ -1,5 +1,4 @@
-"""What happens when a server pauses or resumes: vLLM's scheduler, in the engine's process, with prefix-cache entries
-that never cross a change of weights, and a pause of the API's process that does not sleep.
+"""vLLM's scheduler, in the engine's process, with prefix-cache entries that never cross a change of weights.
 
 Cache entries are found by a hash of the tokens and a salt. The salt is set here, when a request is about to be
 scheduled, and names the epoch of the weights: a request that was queued before an update and starts after it gets the
@@ -21,13 +20,13 @@ from vllm.v1.core.sched.interface import PauseState
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs
-from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.executor.multiproc_executor import MultiprocExecutor
 from vllm.v1.outputs import ModelRunnerOutput
 from vllm.v1.request import Request
 
 from pipelinerl.inference.adapter import adapter_request
 from pipelinerl.inference.arguments import serves_adapter
+from pipelinerl.inference.engine_update import install
 from pipelinerl.inference.fast_output import DEFAULT_HELD_TOKENS, HELD_TOKENS_VARIABLE, OutputHold, cheap_to_cut
 
 # Below the name of vLLM, whose configuration of logging is the one that the engine's processes have.
@@ -131,6 +130,7 @@ def create_scheduler(**kwargs: Any) -> Scheduler:
     It is also where code of ours runs in the engine's process before the first update.
     """
     read_every_answer(MultiprocExecutor)
+    install()
     is_async = kwargs["vllm_config"].scheduler_config.async_scheduling
     scheduler = (EpochAsyncScheduler if is_async else EpochScheduler)(**kwargs)
     if serves_adapter(os.environ):
@@ -202,17 +202,3 @@ def values_of(answers: Sequence[tuple[bool, Any]]) -> list[Any]:
             what += f"; {len(failures)} of {len(answers)} workers failed"
         raise RuntimeError(f"Worker failed with error {what}, please check the stack trace above for the root cause")
     return [value for _, value in answers]
-
-
-def pause_without_sleep() -> None:
-    """Replace vLLM's pause, which sleeps 20 ms so that outputs on their way are returned first.
-
-    Updates need no such order: the version of a token is set in the engine.
-    """
-
-    async def pause_generation(self: AsyncLLM, *, mode: str = "abort", clear_cache: bool = True) -> None:
-        if clear_cache:
-            await self.renderer.clear_mm_cache_async()
-        await self.engine_core.pause_scheduler_async(mode=mode, clear_cache=clear_cache)
-
-    AsyncLLM.pause_generation = pause_generation  # type: ignore[assignment, method-assign]

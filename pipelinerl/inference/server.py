@@ -16,7 +16,9 @@ from vllm.model_executor.models.config import MambaModelConfig
 from vllm.platforms import current_platform
 from vllm.utils.argparse_utils import FlexibleArgumentParser
 
-from pipelinerl.inference.request_scheduler import pause_without_sleep
+from pipelinerl.inference.auth import App, Receive, Scope, Send, TokenMiddleware
+from pipelinerl.inference.engine_update import UpdateRoute
+from pipelinerl.inference.fast_output import FastRoute
 
 #: Longest wait for open requests when the server ends. After the death of a worker some never end by themselves.
 _GRACE_S = 5
@@ -39,12 +41,24 @@ def option_names() -> set[str]:
 def run(argv: list[str]) -> None:
     """Serve until a signal ends this process."""
     cli_env_setup()  # type: ignore[no-untyped-call]
-    pause_without_sleep()
     serve_hybrids_whole_prompts()
     args = parser_of_vllm().parse_args(argv)
     rotate_by_torch(args.compilation_config.custom_ops)
     validate_parsed_serve_args(args)
     uvloop.run(run_server(args, timeout_graceful_shutdown=_GRACE_S))
+
+
+class ServerMiddleware:
+    """What a server has around vLLM's routes: the token check, without which nothing is reached, and our own routes.
+
+    One class, because vLLM warns of duplicates if `--middleware` is repeated.
+    """
+
+    def __init__(self, app: App) -> None:
+        self._app = TokenMiddleware(UpdateRoute(FastRoute(app)))
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        await self._app(scope, receive, send)
 
 
 def serve_hybrids_whole_prompts() -> None:

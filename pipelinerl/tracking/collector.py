@@ -243,7 +243,7 @@ class Collector:
                 "weight_update/logprob_abs_diff_mean": message.probe_abs_diff,
             }
             for phase, seconds in message.seconds.items():
-                #: seconds of pause, start, transfer, load and resume on the slowest server, and their total
+                #: seconds of pause, transfer, load and resume on the slowest server, and their total
                 values[f"weight_update/{phase}_s"] = seconds
             self._log(_row("weight_update", message.version, message.time, values))
 

@@ -12,9 +12,9 @@ import queue
 import threading
 import time
 import uuid
-from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
+from collections.abc import AsyncIterator, Callable, Coroutine
 from concurrent.futures import Future
-from contextlib import asynccontextmanager, contextmanager, suppress
+from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -33,6 +33,8 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 KVCache = Literal["keep", "recompute"]
+#: Route of our servers for one whole update (`inference.engine_update`).
+UPDATE_PATH = "/pipelinerl/update"
 
 _QUOTE_CHARACTERS = 800
 _HEALTH_RETRY_S = 0.25
@@ -234,39 +236,26 @@ class ServerLink:
             self.error = None
 
     async def update(self, version: int, update_info: dict[str, Any]) -> ServerUpdate:
-        """One update: pause, start, transfer, load, resume. The buffers come through `feed`.
+        """One update: pause, transfer, load, resume. The buffers come through `feed`.
 
         Args:
             version: label of the new weights.
             update_info: what the buffers contain (`buffers.update_info_of`).
 
         Raises:
-            WeightSyncError: with the phase and the quoted error. The server stays paused: resuming it with half-loaded
-                weights would kill its engine.
+            WeightSyncError: with the quoted error. The server stays paused: resuming it with half-loaded weights would
+                kill its engine.
         """
-        seconds: dict[str, float] = {}
-        post = self.client.post
-        async with self._attempt("pause"):
-            with self._timed("pause", seconds):
-                if self._asleep:
-                    # Before the pause, because a server that has woken completely resumes.
-                    await post("/wake_up", params={"tags": "weights"})
-                await self.client.pause(self._kv_cache)
-            with self._timed("start", seconds):
-                await post("/start_weight_update")
-            with self._timed("transfer", seconds):
-                receiving = post("/update_weights", json={"update_info": update_info})
-                await _together(receiving, _in_thread(f"weights-send-{self.name}", self._send_buffers))
-            with self._timed("load", seconds):
-                await post("/finish_weight_update", json={"weight_version": weight_label(version)})
-                if self.model.adapter_rank is not None:
-                    # vLLM would do it at the next step, where an error ends the engine.
-                    await self.client.worker_call("pipelinerl_load_adapter")
-            with self._timed("resume", seconds):
-                if self._asleep:
-                    await post("/wake_up", params={"tags": "kv_cache"})
-                    self._asleep = False
-                await post("/resume")
+        body = {"update_info": update_info, "weight_version": weight_label(version), "kv_cache": self._kv_cache}
+        async with self._attempt("update"):
+            # A server that has woken completely resumes: its KV cache comes back last.
+            waking_s = await self._wake_up("weights")
+            sending = _in_thread(f"weights-send-{self.name}", self._send_buffers)
+            answer, _ = await _together(self.client.post(UPDATE_PATH, json=body), sending)
+            seconds: dict[str, float] = answer["seconds"]
+            seconds["pause"] += waking_s
+            seconds["resume"] += await self._wake_up("kv_cache")
+            self._asleep = False
         return ServerUpdate(self.name, seconds)
 
     async def sleep(self, level: int) -> None:
@@ -349,27 +338,27 @@ class ServerLink:
         # Frees a worker that waits in a broadcast: its peer is gone, so its call fails now.
         self.close()
 
-    @contextmanager
-    def _timed(self, phase: str, seconds: dict[str, float]) -> Iterator[None]:
-        self._phase = phase
-        start = time.monotonic()
-        yield
-        seconds[phase] = time.monotonic() - start
+    async def _wake_up(self, tags: str) -> float:
+        """Give a sleeping server this part of its memory back; returns the seconds that it took."""
+        started = time.monotonic()
+        if self._asleep:
+            await self.client.post("/wake_up", params={"tags": tags})
+        return time.monotonic() - started
 
 
-async def _together(*calls: Coroutine[Any, Any, Any]) -> None:
-    """Await all calls; an error cancels the others and is raised as it is, not in a group.
+async def _together(*calls: Coroutine[Any, Any, Any]) -> list[Any]:
+    """Await all calls and return their results; an error cancels the others and is raised as it is, not in a group.
 
     If several failed at once, what a server said is raised: the failures of threads are its consequences.
     """
     try:
         async with asyncio.TaskGroup() as group:
-            for call in calls:
-                group.create_task(call)
+            tasks = [group.create_task(call) for call in calls]
     except BaseExceptionGroup as errors:
         told = (error for error in errors.exceptions if isinstance(error, WeightSyncError))
         first = next(told, errors.exceptions[0])
         raise first from first.__cause__
+    return [task.result() for task in tasks]
 
 
 async def _in_thread(name: str, call: Callable[[], object]) -> None:

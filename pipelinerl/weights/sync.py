@@ -46,8 +46,9 @@ from pipelinerl.world.jobs import CPU_TRANSPORT
 logger = logging.getLogger(__name__)
 Result = TypeVar("Result")
 
-#: The phases of an update, in order. `load` is what the server does after the last byte arrived.
-PHASES = ("pause", "start", "transfer", "load", "resume")
+#: The phases of an update, in order. In `pause` the server still finishes the steps in progress; `load` is what it does
+#: after the last byte arrived.
+PHASES = ("pause", "transfer", "load", "resume")
 #: Added to a link's deadline where the trainer's thread waits for it, so that the link reports first.
 _MARGIN_S = 10.0
 

@@ -20,7 +20,7 @@ from fakes.vllm_process import VLLMProcess
 
 from pipelinerl.errors import WeightSyncError
 from pipelinerl.weights.buffers import ModuleSource, TensorMeta, update_info_of
-from pipelinerl.weights.link import ControlClient, control_session
+from pipelinerl.weights.link import UPDATE_PATH, ControlClient, control_session
 from pipelinerl.weights.manifest import read_manifest
 
 Server = FakeServer | VLLMProcess
@@ -62,7 +62,7 @@ def generate(server: Server, max_tokens: int = 8, **params: Any) -> dict[str, An
 @pytest.mark.parametrize("token", [None, "", "wrong-token-wrong-token"])
 @pytest.mark.parametrize(
     "path",
-    ["/pause", "/resume", "/update_weights", "/collective_rpc", "/inference/v1/generate"],
+    ["/pause", UPDATE_PATH, "/collective_rpc", "/inference/v1/generate"],
 )
 def test_no_token_no_answer(server: Server, path: str, token: str | None) -> None:
     assert call(server, "POST", path, {}, token)[0] == 401
@@ -116,7 +116,7 @@ def test_an_update_in_mid_sequence_shows_as_spans(server: Server) -> None:
     assert all(left["end"] == right["start"] for left, right in itertools.pairwise(spans))
 
 
-def test_a_paused_server_answers_only_after_it_was_resumed(server: Server) -> None:
+def test_a_paused_server_answers_only_after_an_update(server: Server) -> None:
     assert call(server, "POST", "/pause?mode=keep&clear_cache=false", token=server.token)[0] == 200
     assert call(server, "GET", "/is_paused", token=server.token) == (200, {"is_paused": True})
     answers: list[dict[str, Any]] = []
@@ -124,23 +124,25 @@ def test_a_paused_server_answers_only_after_it_was_resumed(server: Server) -> No
     request.start()
     request.join(0.5)
     assert answers == []
-    assert call(server, "POST", "/resume", token=server.token)[0] == 200
+    publish(server, 17, random_model())
     request.join(300)
-    assert len(answers[0]["choices"][0]["token_ids"]) == 8
+    (choice,) = answers[0]["choices"]
+    assert choice["weight_versions"] == [{"version": "17", "start": 0, "end": 8}]
 
 
 async def test_w1_an_incomplete_update_fails_and_a_complete_one_repairs_it(server: Server) -> None:
-    """The control calls one by one, as a sender without checks of its own would make them."""
+    """The call as a sender without checks of its own would make it."""
     metas = ModuleSource(random_model()).metadata()
     async with control_session(server.token) as session:
         client = ControlClient(session, "server", server.url)
         with pytest.raises(WeightSyncError, match="500"):
-            await client.post("/finish_weight_update", json={"weight_version": "1"})
+            await client.post(UPDATE_PATH, json={"weight_version": "1"})
         await client.worker_call("pipelinerl_abort_update")
-        await client.pause("keep")
-        await client.post("/start_weight_update")
+        info = update_info_of(metas, 1000, pass_id=1)
+        body = {"update_info": info, "weight_version": "1", "kv_cache": "keep"}
         with pytest.raises(WeightSyncError, match="not initialized"):
-            await client.post("/update_weights", json={"update_info": update_info_of(metas, 1000, pass_id=1)})
+            await client.post(UPDATE_PATH, json=body)
+        assert await client.get("/is_paused") == {"is_paused": True}
         assert await client.get("/get_world_size") == {"world_size": 1}
     await asyncio.to_thread(publish, server, 21, random_model())
     assert generate(server)["choices"][0]["weight_versions"][0]["version"] == "21"

@@ -22,7 +22,9 @@ from aiohttp import web
 
 from pipelinerl.records.completion import MEDIA_TYPE, PackedSpan, encode_completion
 from pipelinerl.weights.buffers import metas_of, receive_buffers, update_problems
+from pipelinerl.weights.link import UPDATE_PATH
 from pipelinerl.weights.manifest import ServerModel
+from pipelinerl.weights.sync import PHASES
 from pipelinerl.weights.transport import Receiver, open_receiver
 
 Script = Callable[[dict[str, Any]], list[int]]
@@ -31,11 +33,15 @@ Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 @dataclass(frozen=True)
 class Fault:
-    """What happens instead of a proper answer: an HTTP status with a text, a closed socket, or silence."""
+    """What happens instead of a proper answer: an HTTP status with a text, a closed socket, or silence.
+
+    `is_late`: after the server has done what it was asked to do.
+    """
 
     kind: Literal["status", "close", "hang"]
     status: int = 500
     text: str = "injected fault"
+    is_late: bool = False
 
 
 def count_up(body: dict[str, Any]) -> list[int]:
@@ -85,7 +91,6 @@ class FakeServer:
         self._faults: dict[str, list[Fault]] = {}
         self._group: Receiver | None = None
         self._open = False
-        self._received: dict[str, torch.Tensor] = {}
         self._active = 0
         self._loop = asyncio.new_event_loop()
         self._ready = threading.Event()
@@ -131,15 +136,12 @@ class FakeServer:
             ("GET", "/metrics"): self._metrics,
             ("GET", "/v1/models"): self._models,
             ("POST", "/pause"): self._pause,
-            ("POST", "/resume"): self._resume,
             ("GET", "/is_paused"): self._is_paused,
             ("GET", "/get_world_size"): self._world_size,
             ("GET", "/weight_info"): self._weight_info,
             ("POST", "/collective_rpc"): self._rpc,
             ("POST", "/init_weight_transfer_engine"): self._init,
-            ("POST", "/start_weight_update"): self._start,
-            ("POST", "/update_weights"): self._update,
-            ("POST", "/finish_weight_update"): self._finish,
+            ("POST", UPDATE_PATH): self._update,
             ("POST", "/inference/v1/generate"): self._generate,
         }
         for (method, path), handler in routes.items():
@@ -162,6 +164,10 @@ class FakeServer:
         if not faults:
             return await handler(request)
         fault = faults.pop(0)
+        if fault.is_late:
+            await handler(request)
+        elif request.path == UPDATE_PATH:
+            self._freeze()
         if fault.kind == "status":
             return web.json_response({"error": {"message": fault.text}}, status=fault.status)
         if fault.kind == "hang":
@@ -181,16 +187,13 @@ class FakeServer:
         return web.json_response({"object": "list", "data": [{"id": "actor", "object": "model"}]})
 
     async def _pause(self, request: web.Request) -> web.Response:
+        self._freeze()
+        return web.json_response({"status": "paused"})
+
+    def _freeze(self) -> None:
         assert self._running is not None
         self.paused = True
         self._running.clear()
-        return web.json_response({"status": "paused"})
-
-    async def _resume(self, request: web.Request) -> web.Response:
-        assert self._running is not None
-        self.paused = False
-        self._running.set()
-        return web.json_response({"status": "resumed"})
 
     async def _is_paused(self, request: web.Request) -> web.Response:
         return web.json_response({"is_paused": self.paused})
@@ -209,8 +212,6 @@ class FakeServer:
             was_open, self._open = self._open, False
             self._leave_group()
             return web.json_response({"results": [{"was_open": was_open}]})
-        if method == "pipelinerl_load_adapter":
-            return web.json_response({"results": [None]})
         return _error(500, f"unknown method {method}")
 
     def _model(self) -> ServerModel:
@@ -225,35 +226,29 @@ class FakeServer:
             return _error(500, str(error))
         return web.json_response({"message": "Weight transfer initialized"})
 
-    async def _start(self, request: web.Request) -> web.Response:
+    async def _update(self, request: web.Request) -> web.Response:
+        body = await request.json()
+        info = body["update_info"]
+        self._freeze()
         if self._open:
             return _error(500, "start_weight_update called while a weight update is already active")
-        self._open, self._received = True, {}
-        return web.json_response({"message": "Weight update started"})
-
-    async def _update(self, request: web.Request) -> web.Response:
-        info = (await request.json())["update_info"]
-        if not self._open:
-            return _error(500, "start_weight_update must be called before update_weights.")
+        self._open, received = True, dict[str, torch.Tensor]()
         try:
             if self._group is None:
                 raise RuntimeError("weight transfer is not initialized")
             metas = metas_of(info["tensors"])
-            receive, load = self._group.receive, self._received.update
+            receive, load = self._group.receive, received.update
             await asyncio.to_thread(receive_buffers, metas, info["chunk_bytes"], info["pass_id"], receive, load)
         except (RuntimeError, ValueError, KeyError) as error:
             self._open = False
             return _error(500, str(error))
-        return web.json_response({"message": "Weights updated"})
-
-    async def _finish(self, request: web.Request) -> web.Response:
-        shapes = {name: tuple(tensor.shape) for name, tensor in self._received.items()}
-        problems = update_problems(self._model(), shapes)
-        if problems:
+        shapes = {name: tuple(tensor.shape) for name, tensor in received.items()}
+        if problems := update_problems(self._model(), shapes):
             return _error(500, f"the update left layers without all of their weights: {problems}")
-        self.tensors, self._open = self._received, False
-        self.version = (await request.json())["weight_version"]
-        return web.json_response({"message": "Weight update finished"})
+        assert self._running is not None
+        self.tensors, self._open, self.version, self.paused = received, False, body["weight_version"], False
+        self._running.set()
+        return web.json_response({"seconds": dict.fromkeys(PHASES, 0.001)})
 
     async def _generate(self, request: web.Request) -> web.Response:
         body = await request.json()

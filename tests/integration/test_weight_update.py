@@ -27,7 +27,7 @@ from pipelinerl.weights.buffers import (
     plan_chunks,
     update_info_of,
 )
-from pipelinerl.weights.link import ControlClient, control_session
+from pipelinerl.weights.link import UPDATE_PATH, ControlClient, control_session
 from pipelinerl.weights.sync import WeightPublisher
 from pipelinerl.weights.transport import GroupSender, SenderOptions, open_sender
 
@@ -100,7 +100,7 @@ def test_t3_sampled_logprobs_are_those_of_the_trainer_at_the_sampling_temperatur
 
 
 def send_without_checks(server: VLLMProcess, model: torch.nn.Module, keep: Any) -> None:
-    """An update by a sender that does not compare names: the tensors that `keep` accepts, up to the finish."""
+    """An update by a sender that does not compare names: the tensors that `keep` accepts."""
 
     async def run(client: ControlClient) -> None:
         tensors = [(name, parameter.detach()) for name, parameter in model.named_parameters() if keep(name)]
@@ -109,14 +109,11 @@ def send_without_checks(server: VLLMProcess, model: torch.nn.Module, keep: Any) 
         details = sender.prepare(1)
         joining = client.post("/init_weight_transfer_engine", json={"init_info": {"details": details}})
         await asyncio.gather(joining, asyncio.to_thread(sender.join))
-        await client.pause("keep")
-        await client.post("/start_weight_update")
         metas = [TensorMeta(name, tensor.dtype, tuple(tensor.shape)) for name, tensor in tensors]
         buffer = pack([tensor for _, tensor in tensors], mark_of(pass_id, 0, payload_bytes(metas)))
         info = update_info_of(metas, DEFAULT_CHUNK_BYTES, pass_id)
-        receiving = client.post("/update_weights", json={"update_info": info})
-        await asyncio.gather(receiving, asyncio.to_thread(sender.send, buffer))
-        await client.post("/finish_weight_update", json={"weight_version": "99"})
+        body = {"update_info": info, "weight_version": "99", "kv_cache": "keep"}
+        await asyncio.gather(client.post(UPDATE_PATH, json=body), asyncio.to_thread(sender.send, buffer))
 
     with_client(server, run)
 
@@ -128,7 +125,7 @@ def test_w1_a_tensor_left_out_fails_the_update_and_the_next_one_repairs_it(
     tiny_server: VLLMProcess, left_out: str
 ) -> None:
     model = random_model(seed=9)
-    with pytest.raises(Exception, match="finish_weight_update answered 500"):
+    with pytest.raises(Exception, match=f"{UPDATE_PATH} answered 500"):
         send_without_checks(tiny_server, model, lambda name: name != left_out)
     assert "without all of their weights" in tiny_server.tail(20_000)
     with connect(tiny_server) as publisher:

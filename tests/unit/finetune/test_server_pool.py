@@ -18,7 +18,7 @@ from pipelinerl.finetune.weight_sync import ServerPool, WeightSync
 from pipelinerl.records import PoolChange, ServerDropped, ServerReady
 from pipelinerl.streams.base import Entry
 from pipelinerl.weights.buffers import ModuleSource
-from pipelinerl.weights.link import ServerAddress
+from pipelinerl.weights.link import UPDATE_PATH, ServerAddress
 from pipelinerl.weights.sync import ProbeSequence, WeightPublisher
 
 TIMEOUT_S = 60.0
@@ -142,7 +142,7 @@ def test_a_server_that_joins_is_part_of_the_next_update_and_probed_alone(scene: 
 @pytest.mark.parametrize("fault", [Fault("status", 500, "disk on fire"), Fault("close")], ids=lambda fault: fault.kind)
 def test_l1_a_server_that_refuses_an_update_is_dropped_and_the_other_goes_on(scene: Scene, fault: Fault) -> None:
     scene.feed.send(0, [[1, 2]])
-    scene.servers["s0"].inject("/update_weights", fault, fault)
+    scene.servers["s0"].inject(UPDATE_PATH, fault, fault)
     delivery = scene.feed.send(1)
     assert delivery.num_servers == 1
     assert scene.dropped == [("s0", 0)]
@@ -234,10 +234,10 @@ def test_a_server_that_went_away_in_mid_update_is_not_waited_for(scene: Scene) -
     scene.feed.send(0, [[1, 2]])
     reached = threading.Event()
     server = scene.servers["s0"]
-    server.inject("/update_weights", Fault("hang"))
+    server.inject(UPDATE_PATH, Fault("hang"))
 
     def end_when_reached() -> None:
-        while "/update_weights" not in server.calls[calls:]:
+        while UPDATE_PATH not in server.calls[calls:]:
             reached.wait(0.01)
         scene.change("s0", "down", 0)
         server.stop()

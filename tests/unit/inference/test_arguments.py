@@ -49,7 +49,7 @@ def test_the_protocol_options_are_always_there() -> None:
     assert value_of(argv, "--served-model-name") == "actor"
     assert value_of(argv, "--logprobs-mode") == "processed_logprobs"
     assert json.loads(value_of(argv, "--weight-transfer-config")) == {"backend": "pipelinerl"}
-    assert value_of(argv, "--middleware") == "pipelinerl.inference.fast_output.ServerMiddleware"
+    assert value_of(argv, "--middleware") == "pipelinerl.inference.server.ServerMiddleware"
     assert "--enable-scale-out" in argv
 
 

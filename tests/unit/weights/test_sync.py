@@ -12,11 +12,11 @@ import pytest
 import torch
 from fakes.fake_server import FakeServer, Fault
 from fakes.ports import refused_port
-from fakes.synced_servers import HANG_S, LIMIT_S, ROUTES, SHAPES, assert_has, assert_recovers, connected, small_model
+from fakes.synced_servers import HANG_S, LIMIT_S, SHAPES, assert_has, assert_recovers, connected, small_model
 
 from pipelinerl.errors import WeightSyncError
 from pipelinerl.weights.buffers import ModuleSource
-from pipelinerl.weights.link import ServerAddress, ServerUpdate
+from pipelinerl.weights.link import UPDATE_PATH, ServerAddress, ServerUpdate
 from pipelinerl.weights.sync import ProbeSequence, UpdateReport, WeightPublisher
 from pipelinerl.weights.transport import GroupSender
 
@@ -41,25 +41,26 @@ def test_every_server_gets_every_tensor(servers, model, chunk_bytes: int) -> Non
             report = publisher.publish(version, ModuleSource(model))
             assert report.failed == {}
             assert report.num_servers == 2
-            assert set(report.seconds) == {"pause", "start", "transfer", "load", "resume", "paused", "total"}
+            assert set(report.seconds) == {"pause", "transfer", "load", "resume", "paused", "total"}
             for server in servers:
                 assert_has(server, model)
                 assert (server.version, server.paused) == (str(version), False)
 
 
-FAULTS = [Fault("status", 500, "disk on fire"), Fault("close")]
+FAULTS = [
+    Fault(kind, text="disk on fire", is_late=is_late) for kind in ("status", "close") for is_late in (False, True)
+]
 
 
-@pytest.mark.parametrize("route", ROUTES)
-@pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: fault.kind)
-def test_l1_a_server_with_one_fault_recovers(servers, model, route, fault) -> None:
-    assert_recovers(servers, model, route, fault, LIMIT_S)
+@pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: f"{fault.kind}-{fault.is_late}")
+def test_l1_a_server_with_one_fault_recovers(servers, model, fault) -> None:
+    assert_recovers(servers, model, fault, LIMIT_S)
 
 
 def test_a_server_that_fails_twice_is_reported_and_left_paused(servers, model) -> None:
     first, second = servers
     with connected(servers) as publisher:
-        first.inject("/update_weights", Fault("status", 500, "first"), Fault("status", 500, "second"))
+        first.inject(UPDATE_PATH, Fault("status", 500, "first"), Fault("status", 500, "second"))
         report = publisher.publish(1, ModuleSource(model))
         assert list(report.failed) == ["server_0"]
         assert "second" in report.failed["server_0"]
@@ -85,12 +86,12 @@ def test_tensors_that_do_not_fit_are_refused_before_anything_is_paused(servers) 
     with connected(servers) as publisher:
         with pytest.raises(WeightSyncError, match=r"1 tensors are left out: 1\.weight"):
             publisher.publish(0, ModuleSource(smaller))
-        assert "/pause" not in servers[0].calls
+        assert UPDATE_PATH not in servers[0].calls
 
 
 def test_l2_a_restarted_trainer_finds_a_server_in_the_middle_of_an_update(servers, model) -> None:
     first, _ = servers
-    first.inject("/update_weights", Fault("close"), Fault("close"))
+    first.inject(UPDATE_PATH, Fault("close"), Fault("close"))
     with connected((first,)) as publisher:
         assert publisher.publish(0, ModuleSource(model)).failed
     assert first.paused
@@ -278,7 +279,7 @@ def test_adapters_and_models_are_not_taken_for_each_other() -> None:
             if not fits:
                 with pytest.raises(WeightSyncError, match="does not fit the server's model"):
                     publisher.publish(1, adapter)
-                assert "/pause" not in server.calls and not server.tensors
+                assert UPDATE_PATH not in server.calls and not server.tensors
                 continue
             report = publisher.publish(1, adapter)
             assert (report.failed, report.sent_bytes, server.version) == ({}, 4 * (2 * 4 + 6 * 2), "1")

@@ -1,0 +1,112 @@
+"""A weight update as one call: the engine pauses, receives, loads and resumes by itself.
+
+vLLM has a route for each of these steps. A busy server answers each of them late, because the API process has other
+work and the engine reads its calls between two steps of the model, and all that time no token is sampled.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import logging
+import os
+import time
+from collections.abc import Callable, Mapping
+from concurrent.futures import Future
+from typing import Any
+
+from vllm.v1.engine.core import EngineCore
+
+from pipelinerl.inference.arguments import serves_adapter
+from pipelinerl.inference.auth import App, Receive, Scope, Send
+from pipelinerl.inference.fast_output import read_body, send_error, send_json
+from pipelinerl.weights.link import UPDATE_PATH
+
+logger = logging.getLogger(__name__)
+_METHOD = "pipelinerl_update"
+Seconds = dict[str, float]
+
+
+def install() -> None:
+    """Give vLLM's engine the method that the route calls. In the engine's process, before the first call."""
+    setattr(EngineCore, _METHOD, update)
+
+
+def update(engine: Any, update_info: Mapping[str, Any], version: str, clears_cache: bool) -> Seconds | Future[Seconds]:
+    """Update the engine's workers between two steps of the model.
+
+    If anything fails the engine stays paused, because half-loaded weights must not sample. So does one that still
+    sleeps: it resumes when it has woken completely.
+
+    Args:
+        engine: vLLM's `EngineCore`.
+        update_info: what the workers are about to receive (`weights.buffers.update_info_of`).
+        version: label of the new weights.
+        clears_cache: recompute the KV cache of running requests with the new weights.
+
+    Returns:
+        Seconds by phase (`weights.sync.PHASES`), or a future of them if the steps in progress have to end first.
+    """
+    started = time.monotonic()
+    # A call that its sender gave up must not wait for buffers that a later one is sent.
+    number = engine.pipelinerl_updates = getattr(engine, "pipelinerl_updates", 0) + 1
+    paused = engine.pause_scheduler(mode="keep", clear_cache=clears_cache)
+
+    def apply() -> Seconds:
+        if engine.pipelinerl_updates != number:
+            raise RuntimeError("another update was requested before this one began")
+        seconds, begun = {"pause": time.monotonic() - started}, time.monotonic()
+        engine.collective_rpc("start_weight_update")
+        engine.collective_rpc("update_weights", kwargs={"update_info": update_info})
+        seconds["transfer"], begun = time.monotonic() - begun, time.monotonic()
+        engine.collective_rpc("finish_weight_update")
+        if serves_adapter(os.environ):
+            # vLLM would load it at the next step, where an error ends the engine.
+            engine.collective_rpc("pipelinerl_load_adapter")
+        engine.set_weight_version(version)
+        seconds["load"], begun = time.monotonic() - begun, time.monotonic()
+        if not engine.model_executor.is_sleeping:
+            engine.resume_scheduler()
+        seconds["resume"] = time.monotonic() - begun
+        return seconds
+
+    if paused is None:
+        return apply()
+    outcome: Future[Seconds] = Future()
+    paused.add_done_callback(functools.partial(_settle, outcome, apply))
+    return outcome
+
+
+def _settle(outcome: Future[Seconds], apply: Callable[[], Seconds], paused: Future[None]) -> None:
+    try:
+        paused.result()
+        outcome.set_result(apply())
+    except Exception as error:  # noqa: BLE001 - the answer to the call; here it would end the engine
+        outcome.set_exception(error)
+
+
+class UpdateRoute:
+    """`POST` of `weights.link.UPDATE_PATH`; everything else is handed on."""
+
+    def __init__(self, app: App) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http" or scope["path"] != UPDATE_PATH or scope["method"] != "POST":
+            await self._app(scope, receive, send)
+            return
+        client = scope["app"].state.engine_client
+        try:
+            body = json.loads(await read_body(receive))
+            clears_cache = body["kv_cache"] == "recompute"
+            if clears_cache:
+                await client.renderer.clear_mm_cache_async()
+            call = client.engine_core.call_utility_async
+            seconds = await call(_METHOD, body["update_info"], body["weight_version"], clears_cache)
+        except ConnectionError:
+            return
+        except Exception as error:  # whatever it is, the trainer has to know
+            logger.exception("a weight update failed")
+            await send_error(send, f"{type(error).__name__}: {error}")
+            return
+        await send_json(send, 200, {"seconds": seconds})
