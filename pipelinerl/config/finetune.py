@@ -75,7 +75,11 @@ class FinetuneConfig(Section):
     interrupt_train_steps: int = Field(
         default=-1, ge=-1, description="stop early, without changing the schedule; -1: off"
     )
-    seq_length: int = Field(default=12000, ge=2, description="tokens of a packed micro-batch and of the longest sample")
+    seq_length: int = Field(
+        default=12000,
+        ge=2,
+        description="tokens of a packed micro-batch, where shared ones count an eighth, and of the longest sample",
+    )
     seq_packing: bool = Field(default=True, description="pack several samples into one row")
     share_prefixes: bool = Field(
         default=True,

@@ -9,7 +9,8 @@ holds the index tensors of one row; it is built once per micro-batch and passed 
 (`torch.nn.attention.varlen`, 2.11 or later): one kernel per layer instead of about ten.
 
 Samples that begin with the same tokens, such as those of a group, have the same hidden states there, because attention
-is causal. With `SharedPrefixes` the layers compute them once, and only attention sees whole samples.
+is causal. With `SharedPrefixes` the layers compute them once, and only attention sees whole samples, of which it needs
+keys and values alone in the one-kernel attention.
 """
 
 from __future__ import annotations
@@ -70,7 +71,8 @@ def shared_prefixes(row: torch.Tensor, lengths: Sequence[int]) -> SharedPrefixes
     order = sorted(range(len(samples)), key=lambda sample: samples[sample].astype(">i8").tobytes())
     first = np.arange(len(tokens))
     for before, after in pairwise(order):
-        most = min(lengths[before], lengths[after])
+        # Of every sample at least the last token is kept: attention needs a query of each.
+        most = min(lengths[before], lengths[after] - 1)
         unequal = np.flatnonzero(samples[before][:most] != samples[after][:most])
         common = int(unequal[0]) if len(unequal) else most
         start = ends[after] - lengths[after]
@@ -159,19 +161,32 @@ class VarlenLayout:
     """Where the samples of one packed row of T tokens begin.
 
     `boundaries` int32 `[samples + 1]`: 0, then the end of every sample; `longest` is the longest sample in tokens.
+    `query_boundaries` and `longest_query` are the same for the K tokens that are kept of the samples, the ends of each;
+    without shared prefixes those are all.
     """
 
     boundaries: torch.Tensor
     longest: int
+    query_boundaries: torch.Tensor
+    longest_query: int
     shared: SharedPrefixes | None = None
 
     def to(self, device: torch.device) -> VarlenLayout:
-        return VarlenLayout(self.boundaries.to(device, non_blocking=True), self.longest, _moved(self.shared, device))
+        return VarlenLayout(
+            self.boundaries.to(device, non_blocking=True),
+            self.longest,
+            self.query_boundaries.to(device, non_blocking=True),
+            self.longest_query,
+            _moved(self.shared, device),
+        )
 
 
 def varlen_layout(lengths: Sequence[int], shared: SharedPrefixes | None = None) -> VarlenLayout:
     """Layout of a row that holds samples of these `lengths` one after the other."""
-    return VarlenLayout(torch.tensor([0, *lengths]).cumsum(0).to(torch.int32), max(lengths), shared)
+    ends = torch.tensor([0, *lengths]).cumsum(0)
+    kept = ends if shared is None else torch.searchsorted(shared.kept, ends)
+    longest, longest_query = (int(each.diff().max()) for each in (ends, kept))
+    return VarlenLayout(ends.to(torch.int32), longest, kept.to(torch.int32), longest_query, shared)
 
 
 Layout = SegmentLayout | VarlenLayout
@@ -287,18 +302,16 @@ def varlen_attention(
     """
     kernel = _kernel()
     q, k, v = (states[0].transpose(0, 1).to(value.dtype) for states in (query, key, value))
-    shared = layout.shared
-    if shared is not None:
-        q, k, v = (repeated(states, shared.source) for states in (q, k, v))
+    if layout.shared is not None:
+        k, v = (repeated(states, layout.shared.source) for states in (k, v))
     # Releases without this option do not need it.
     options: dict[str, object] = {"enable_gqa": True} if _takes_grouped_heads() else {}
     # (left, right): tokens before and after a position that it sees; -1 is all of them.
     window = (-1 if sliding_window is None else sliding_window - 1, 0)
-    boundaries, longest = layout.boundaries, layout.longest
-    attended: torch.Tensor = kernel(
-        *(q, k, v, boundaries, boundaries, longest, longest), scale=scaling, window_size=window, **options
-    )
-    return attended[None] if shared is None else attended.index_select(0, shared.kept)[None]
+    # The queries of a sample are those of its last tokens, as the kernel takes fewer queries than keys.
+    boundaries, longest = (layout.query_boundaries, layout.boundaries), (layout.longest_query, layout.longest)
+    attended: torch.Tensor = kernel(q, k, v, *boundaries, *longest, scale=scaling, window_size=window, **options)
+    return attended[None]
 
 
 def can_use_varlen(dtype: torch.dtype, device: torch.device) -> bool:

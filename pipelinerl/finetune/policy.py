@@ -31,6 +31,8 @@ from pipelinerl.finetune.attention import (
     OWN_ATTENTIONS,
     VARLEN_ATTENTION,
     Layout,
+    SharedPrefixes,
+    repeated,
     segment_layout,
     shared_prefixes,
     varlen_layout,
@@ -116,6 +118,11 @@ class PolicyModel(torch.nn.Module):
     def attention(self) -> str:
         return str(self.language_model.config._attn_implementation)
 
+    @property
+    def can_share_prefixes(self) -> bool:
+        """Whether packed samples are computed so. A head that is not linear makes logits of all positions anyway."""
+        return self.shares_prefixes and self.has_linear_head and self.attention in OWN_ATTENTIONS
+
     def products(self) -> AbstractContextManager[Any]:
         """Precision of the body: a context for the forward pass and around every backward pass."""
         if self.has_compiled_layers and not torch.is_grad_enabled():
@@ -131,9 +138,7 @@ class PolicyModel(torch.nn.Module):
         if self.attention not in OWN_ATTENTIONS or batch.attention_mask is not None:
             return None
         lengths = torch.unique_consecutive(batch.segment_ids[0], return_counts=True)[1].tolist()
-        # A head that is not linear makes logits of all positions anyway.
-        is_shared = may_share and self.shares_prefixes and self.has_linear_head
-        shared = shared_prefixes(batch.input_ids[0], lengths) if is_shared else None
+        shared = shared_prefixes(batch.input_ids[0], lengths) if may_share and self.can_share_prefixes else None
         make = varlen_layout if self.attention == VARLEN_ATTENTION else segment_layout
         return make(lengths, shared)
 
@@ -167,8 +172,6 @@ class PolicyModel(torch.nn.Module):
             if not self.has_linear_head:
                 return self._from_logits(batch, inputs, temperature)
             hidden = backbone(self.language_model)(input_ids=ids, **inputs)[0]
-        if shared is not None:
-            hidden = shared.restored(hidden)
         head = self.language_model.get_output_embeddings()
         bias = getattr(head, "bias", None)
         # A head that is not exact must be equally inexact in forward and backward, which recomputes its logits.
@@ -183,8 +186,9 @@ class PolicyModel(torch.nn.Module):
                 head_bias=bias,
                 fp32_head=self.fp32_head,
                 rows=batch.trained,
+                source=None if shared is None else shared.source,
             )
-        return PolicyOutputs(logprobs, entropy, self._values(hidden))
+        return PolicyOutputs(logprobs, entropy, self._values(hidden, shared))
 
     def _from_logits(self, batch: MicroBatch, inputs: dict[str, object], temperature: float) -> PolicyOutputs:
         """For models that scale or cap their logits: their own head, with full logits."""
@@ -195,11 +199,11 @@ class PolicyModel(torch.nn.Module):
         hidden = outputs.hidden_states[-1] if self.value_head is not None else outputs.logits
         return PolicyOutputs(logprobs, entropy, self._values(hidden))
 
-    def _values(self, hidden: torch.Tensor) -> torch.Tensor | None:
+    def _values(self, hidden: torch.Tensor, shared: SharedPrefixes | None = None) -> torch.Tensor | None:
         if self.value_head is None:
             return None
         values: torch.Tensor = self.value_head(hidden.to(self.value_head.weight.dtype))
-        return values.squeeze(-1).float()
+        return (values if shared is None else shared.restored(values)).squeeze(-1).float()
 
     def _needs_autocast(self) -> bool:
         """fp32 master weights with bf16 products; sharded backends cast themselves."""
@@ -242,6 +246,7 @@ def token_logprobs(
     head_bias: torch.Tensor | None = None,
     fp32_head: bool = True,
     rows: torch.Tensor | None = None,
+    source: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Log-probs of `targets` under `softmax(hidden @ head_weight.T / temperature)`.
 
@@ -257,6 +262,8 @@ def token_logprobs(
             dtype first, as a model with a bf16 head does (fp32 inputs use TF32 where it is allowed). Softmax always is
             in fp32 (or fp64).
         rows: [N] int64, flat positions of the targets that are not -100. None: computed, which synchronizes with a GPU.
+        source: [positions] int64, where in `hidden`, of which there may be fewer, each flat position is; None: at the
+            same place.
 
     Returns:
         (log-probs, entropy or None), float32 (float64 for float64 inputs), shape of `targets`.
@@ -264,7 +271,8 @@ def token_logprobs(
     if rows is None:
         rows = (targets.reshape(-1) != IGNORED_LABEL).nonzero(as_tuple=True)[0]
     # Prompts and padding never reach the head: only trained rows are selected.
-    picked = hidden.reshape(-1, hidden.shape[-1])[rows]
+    flat = hidden.reshape(-1, hidden.shape[-1])
+    picked = flat[rows] if source is None else repeated(flat, source[rows])
     logprobs, entropy = _FusedHead.apply(  # type: ignore[no-untyped-call]
         picked, head_weight, head_bias, targets.reshape(-1)[rows], temperature, chunk_tokens, with_entropy, fp32_head
     )

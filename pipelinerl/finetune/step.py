@@ -139,7 +139,10 @@ class StepRunner:
     def micro_batches(self, batch: TrainingBatch) -> list[MicroBatch]:
         """This rank's micro-batches, padded with sentinels to the largest number of any rank (at least 1)."""
         config, ranks = self._config, self._ranks.world_size
-        plan = batch.plan if len(batch.plan) == ranks else plan_step(batch.samples, ranks, config)
+        plan, can_share = batch.plan, self._backend.policy.can_share_prefixes
+        # Rows are made for shared prefixes, and would be too long without.
+        if len(plan) != ranks or (config.share_prefixes and not can_share):
+            plan = plan_step(batch.samples, ranks, config, can_share)
         weights = token_weights(batch.samples, config.rl.aggregation, config.rl.constant_length_tokens)
         share, longest = plan[self._ranks.rank], max(1, *map(len, plan))
         own = [

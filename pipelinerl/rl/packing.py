@@ -6,8 +6,9 @@ Every sample is in exactly one micro-batch.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from itertools import pairwise
+from typing import NamedTuple
 
 from pipelinerl.config.finetune import FinetuneConfig
 from pipelinerl.records import Sample
@@ -19,6 +20,10 @@ Plan = list[list[list[int]]]
 ATTENTION_CROSSOVER_TOKENS = 32768
 # With several ranks, groups are split into at least this many units for each, so that ranks can have equal work.
 _UNITS_PER_RANK = 8
+#: How much of the room in a row a token takes that another sample of the row has too: layers compute it once, and for
+#: each sample attention keeps its keys and values. These are at most an eighth of what a computed token keeps
+#: (`world.forecast.layer_bytes`), and less in models whose heads share keys.
+SHARED_ROOM = 1 / 8
 
 
 def sample_cost(length: int) -> float:
@@ -26,11 +31,58 @@ def sample_cost(length: int) -> float:
     return length * (1.0 + length / ATTENTION_CROSSOVER_TOKENS)
 
 
-def plan_step(samples: Sequence[Sample], num_ranks: int, config: FinetuneConfig) -> Plan:
-    """The plan of a step with these samples; see `make_plan`."""
-    lengths = [len(sample.input_ids) for sample in samples]
-    prompts = [(sample.group_id, sample.prompt_tokens) for sample in samples] if config.share_prefixes else None
-    return make_plan(lengths, num_ranks, config.seq_length, config.seq_packing, config.train_batch_size, prompts)
+class Groups(NamedTuple):
+    """Which samples begin with the same tokens.
+
+    Attributes:
+        members: the samples of each group, in an order in which none before a sample has more tokens in common with it
+            than its neighbor.
+        common: how many that are; by sample.
+    """
+
+    members: list[list[int]]
+    common: list[int]
+
+
+def groups_of(samples: Sequence[list[int]], names: Sequence[str]) -> Groups:
+    """The groups of these tokens; `names` says of each sample which one it is in.
+
+    The last token of a sample is never in common with another, see `finetune.attention.shared_prefixes`.
+    """
+    by_name: dict[str, list[int]] = {}
+    for index, name in enumerate(names):
+        by_name.setdefault(name, []).append(index)
+    members = [sorted(indices, key=lambda index: samples[index]) for indices in by_name.values()]
+    common = [0] * len(samples)
+    for indices in members:
+        for before, after in pairwise(indices):
+            common[after] = _num_equal(samples[before], samples[after][:-1])
+    return Groups(members, common)
+
+
+def _num_equal(left: list[int], right: list[int]) -> int:
+    """Tokens at the start of both."""
+    least, most = 0, min(len(left), len(right))
+    while least < most:
+        middle = (least + most + 1) // 2
+        if left[least:middle] == right[least:middle]:
+            least = middle
+        else:
+            most = middle - 1
+    return least
+
+
+def plan_step(samples: Sequence[Sample], num_ranks: int, config: FinetuneConfig, can_share: bool = True) -> Plan:
+    """The plan of a step with these samples; see `make_plan`.
+
+    Args:
+        can_share: the trainer computes equal prefixes once if `finetune.share_prefixes` says so.
+    """
+    tokens = [sample.input_ids for sample in samples]
+    shares = config.seq_packing and config.share_prefixes and can_share
+    groups = groups_of(tokens, [sample.group_id for sample in samples]) if shares else None
+    lengths = list(map(len, tokens))
+    return make_plan(lengths, num_ranks, config.seq_length, config.seq_packing, config.train_batch_size, groups)
 
 
 def expected_computed_tokens(
@@ -42,10 +94,10 @@ def expected_computed_tokens(
         prompt, answer: tokens of a sample.
         samples, attempts: of a step and of a group.
     """
-    length = prompt + answer
-    most = seq_length if num_ranks == 1 else min(seq_length, samples * length / (_UNITS_PER_RANK * num_ranks))
-    parts = math.ceil(attempts / max(1, most // max(length, 1)))
-    return prompt * parts / attempts + answer
+    most = 1 + (seq_length - prompt - answer) // max(SHARED_ROOM * prompt + answer, 1)
+    if num_ranks > 1:
+        most = min(most, samples // (_UNITS_PER_RANK * num_ranks))
+    return prompt * math.ceil(attempts / max(1, most)) / attempts + answer
 
 
 def make_plan(
@@ -54,7 +106,7 @@ def make_plan(
     seq_length: int,
     packed: bool,
     rows_per_micro_batch: int = 1,
-    prompts: Sequence[tuple[str, int]] | None = None,
+    groups: Groups | None = None,
 ) -> Plan:
     """Spread samples over ranks and micro-batches.
 
@@ -63,8 +115,8 @@ def make_plan(
         seq_length: most tokens of one packed row, and of one sample.
         packed: True: a micro-batch is one row of at most `seq_length` tokens. False: at most `rows_per_micro_batch`
             padded rows of similar length.
-        prompts: of each sample its group and the tokens of its prompt. Samples of a group share a packed row where
-            possible, and their prompt costs once.
+        groups: samples of a group share a packed row where possible. What they have in common costs once, and for the
+            others it takes `SHARED_ROOM` of its tokens in the row.
 
     Returns:
         `plan[rank][micro_batch]` = sorted indices into `lengths`. Ranks differ by at most one micro-batch, which the
@@ -76,12 +128,9 @@ def make_plan(
     _check(lengths, seq_length)
     order = sorted(range(len(lengths)), key=lambda index: (-lengths[index], index))
     if packed:
-        cost = _packed_cost(lengths, prompts)
-        micro_batches = _pack(order, lengths, num_ranks, seq_length, prompts, cost)
-    else:
-        micro_batches = _rows(order, num_ranks, rows_per_micro_batch)
-        cost = _padded_cost(lengths)
-    return _deal(micro_batches, num_ranks, cost)
+        rows = _Rows(lengths, groups)
+        return _deal(_pack(order, rows, num_ranks, seq_length), num_ranks, rows.cost)
+    return _deal(_padded(order, num_ranks, rows_per_micro_batch), num_ranks, _padded_cost(lengths))
 
 
 def _check(lengths: Sequence[int], seq_length: int) -> None:
@@ -93,109 +142,107 @@ def _check(lengths: Sequence[int], seq_length: int) -> None:
             )
 
 
-def _pack(
-    order: list[int],
-    lengths: Sequence[int],
-    num_ranks: int,
-    capacity: int,
-    prompts: Sequence[tuple[str, int]] | None,
-    cost: Callable[[list[int]], float],
-) -> list[list[int]]:
-    """Bins of at most `capacity` tokens, filled evenly: as many as first-fit-decreasing needs, rounded up to a multiple
-    of the ranks (which would be idle otherwise). For groups there may be one more for each rank."""
-    fewest = _first_fit(order, lengths, capacity)
+class _Rows:
+    """What samples take of a packed row."""
+
+    def __init__(self, lengths: Sequence[int], groups: Groups | None) -> None:
+        self._lengths = lengths
+        self.groups = groups
+        members = [] if groups is None else groups.members
+        self._place = {index: (group, at) for group, indices in enumerate(members) for at, index in enumerate(indices)}
+
+    def common(self, indices: list[int]) -> int:
+        """Tokens that each has in common with the one before it of its group, summed."""
+        if self.groups is None:
+            return 0
+        total = 0
+        for before, after in pairwise(sorted(indices, key=lambda index: self._place[index])):
+            (group, start), (other, end) = self._place[before], self._place[after]
+            if group == other:
+                # Those between them may be in another row.
+                total += min(self.groups.common[index] for index in self.groups.members[group][start + 1 : end + 1])
+        return total
+
+    def room(self, indices: list[int]) -> float:
+        """Tokens of the row's `seq_length`."""
+        return sum(self._lengths[index] for index in indices) - (1 - SHARED_ROOM) * self.common(indices)
+
+    def cost(self, indices: list[int]) -> float:
+        """Relative time."""
+        return sum(sample_cost(self._lengths[index]) for index in indices) - self.common(indices)
+
+    def parts(self, capacity: int, num_ranks: int) -> Iterator[list[int]]:
+        """The groups, in parts that fit into a row and, with several ranks, can be spread evenly."""
+        most = sum(self._lengths) / (_UNITS_PER_RANK * num_ranks) if num_ranks > 1 else math.inf
+        for group in [] if self.groups is None else self.groups.members:
+            part: list[int] = []
+            for index in group:
+                longer = [*part, index]
+                if part and (self.room(longer) > capacity or sum(self._lengths[each] for each in longer) > most):
+                    yield part
+                    part = []
+                part.append(index)
+            yield part
+
+
+def _pack(order: list[int], rows: _Rows, num_ranks: int, capacity: int) -> list[list[int]]:
+    """Bins with room for `capacity` tokens, filled evenly: as many as first-fit-decreasing needs, rounded up to a
+    multiple of the ranks (which would be idle otherwise). For groups there may be one more for each rank."""
+    units, further = [[index] for index in order], 0
+    if rows.groups is not None:
+        units, further = sorted(rows.parts(capacity, num_ranks), key=lambda unit: (-rows.room(unit), unit)), num_ranks
+    fewest = _first_fit(units, rows, capacity)
     count = min(-(-len(fewest) // num_ranks) * num_ranks, len(order))
-    if prompts is not None:
-        most = capacity if num_ranks == 1 else min(capacity, sum(lengths) // (_UNITS_PER_RANK * num_ranks))
-        units = _together(order, lengths, most, prompts)
-        for bins in (count, count + num_ranks):
-            even = _fill_evenly(units, lengths, bins, capacity, cost)
-            if even is not None and all(even):
-                return even
-    even = _fill_evenly([[index] for index in order], lengths, count, capacity, cost)
-    return even if even is not None else fewest
+    for bins in (count, count + further):
+        even = _fill_evenly(units, rows, bins, capacity)
+        if even is not None and all(even):
+            return even
+    return fewest
 
 
-def _together(
-    order: list[int], lengths: Sequence[int], most: int, prompts: Sequence[tuple[str, int]]
-) -> list[list[int]]:
-    """Units of samples that stay together, longest first: groups, or parts of them of at most `most` tokens."""
-    members: dict[str, list[int]] = {}
-    for index in order:
-        members.setdefault(prompts[index][0], []).append(index)
-    units: list[list[int]] = []
-    for group in members.values():
-        used = most
-        for index in group:
-            if used + lengths[index] > most:
-                units.append([])
-                used = 0
-            units[-1].append(index)
-            used += lengths[index]
-    return sorted(units, key=lambda unit: -sum(lengths[index] for index in unit))
-
-
-def _first_fit(order: list[int], lengths: Sequence[int], capacity: int) -> list[list[int]]:
+def _first_fit(units: list[list[int]], rows: _Rows, capacity: int) -> list[list[int]]:
     bins: list[list[int]] = []
-    used: list[int] = []
-    for index in order:
-        target = next((b for b, tokens in enumerate(used) if tokens + lengths[index] <= capacity), len(bins))
+    used: list[float] = []
+    for unit in units:
+        room = rows.room(unit)
+        target = next((b for b, taken in enumerate(used) if taken + room <= capacity), len(bins))
         if target == len(bins):
             bins.append([])
-            used.append(0)
-        bins[target].append(index)
-        used[target] += lengths[index]
+            used.append(0.0)
+        bins[target] += unit
+        used[target] += room
     return bins
 
 
-def _fill_evenly(
-    units: list[list[int]],
-    lengths: Sequence[int],
-    count: int,
-    capacity: int,
-    cost: Callable[[list[int]], float],
-) -> list[list[int]] | None:
+def _fill_evenly(units: list[list[int]], rows: _Rows, count: int, capacity: int) -> list[list[int]] | None:
     """Each unit of samples goes into the cheapest bin with room, in halves if there is none; None if a sample does not
     fit."""
     bins: list[list[int]] = [[] for _ in range(count)]
-    used = [0] * count
+    used = [0.0] * count
     costs = [0.0] * count
     left = units[::-1]
     while left:
         unit = left.pop()
-        size = sum(lengths[index] for index in unit)
-        room = [b for b in range(count) if used[b] + size <= capacity]
-        if not room and len(unit) == 1:
+        room = rows.room(unit)
+        possible = [b for b in range(count) if used[b] + room <= capacity]
+        if not possible and len(unit) == 1:
             return None
-        if not room:
+        if not possible:
             left += [unit[len(unit) // 2 :], unit[: len(unit) // 2]]
             continue
-        target = min(room, key=lambda b: (costs[b], b))
+        target = min(possible, key=lambda b: (costs[b], b))
         bins[target] += unit
-        used[target] += size
-        costs[target] += cost(unit)
+        used[target] += room
+        costs[target] += rows.cost(unit)
     return bins
 
 
-def _rows(order: list[int], num_ranks: int, rows: int) -> list[list[int]]:
+def _padded(order: list[int], num_ranks: int, rows: int) -> list[list[int]]:
     """Cut the length-sorted order into even runs of at most `rows`, which minimizes padding."""
     fewest = -(-len(order) // rows)
     count = min(-(-fewest // num_ranks) * num_ranks, len(order))
     cuts = [len(order) * k // count for k in range(count + 1)] if count else []
     return [order[start:end] for start, end in pairwise(cuts)]
-
-
-def _packed_cost(lengths: Sequence[int], prompts: Sequence[tuple[str, int]] | None) -> Callable[[list[int]], float]:
-    """Cost of samples in a row; what the prompts of a group have in common, the shortest at most, costs once."""
-
-    def cost(indices: list[int]) -> float:
-        found: dict[str, list[int]] = {}
-        for group, tokens in [prompts[index] for index in indices] if prompts is not None else ():
-            found.setdefault(group, []).append(tokens)
-        again = sum((len(tokens) - 1) * min(tokens) for tokens in found.values())
-        return sum(sample_cost(lengths[index]) for index in indices) - again
-
-    return cost
 
 
 def _padded_cost(lengths: Sequence[int]) -> Callable[[list[int]], float]:

@@ -21,9 +21,13 @@ def plain_varlen_attn(
     window_size: tuple[int, int] = (-1, -1),
     enable_gqa: bool = False,
 ) -> torch.Tensor:
-    """`[T, heads, head size]`; a query sees `window_size` tokens before it and after it (-1: all of its sample)."""
+    """`[queries, heads, head size]`; a query sees `window_size` tokens before it and after it (-1: all of its sample).
+
+    Queries of a sample are those of its last tokens.
+    """
     assert cu_seq_q.dtype == cu_seq_k.dtype == torch.int32
-    assert torch.equal(cu_seq_q, cu_seq_k) and max_q == max_k == int(cu_seq_q.diff().max())
+    assert max_q == int(cu_seq_q.diff().max()) and max_k == int(cu_seq_k.diff().max())
+    assert int(cu_seq_q.diff().min()) >= 1 and bool((cu_seq_q.diff() <= cu_seq_k.diff()).all())
     assert query.dtype == key.dtype == value.dtype
     if query.shape[1] != key.shape[1]:
         assert enable_gqa, "other heads than the query's need enable_gqa where there is this option"
@@ -31,10 +35,11 @@ def plain_varlen_attn(
     scale = query.shape[-1] ** -0.5 if scale is None else scale
     before, after = (float("inf") if size < 0 else size for size in window_size)
     parts = []
-    for start, end in zip(cu_seq_q[:-1].tolist(), cu_seq_q[1:].tolist(), strict=True):
-        q, k, v = (states[start:end].transpose(0, 1).float() for states in (query, key, value))
-        position = torch.arange(end - start, device=query.device)
-        distance = position[:, None] - position[None, :]
+    for sample in range(len(cu_seq_q) - 1):
+        queries, keys = (slice(*cu_seq[sample : sample + 2].tolist()) for cu_seq in (cu_seq_q, cu_seq_k))
+        q, k, v = (states.transpose(0, 1).float() for states in (query[queries], key[keys], value[keys]))
+        position = torch.arange(keys.stop - keys.start, device=query.device)
+        distance = position[-q.shape[1] :, None] - position[None, :]
         scores = (q @ k.transpose(1, 2) * scale).masked_fill((distance > before) | (distance < -after), float("-inf"))
         parts.append((scores.softmax(-1) @ v).transpose(0, 1))
     return torch.cat(parts).to(value.dtype)
@@ -61,8 +66,12 @@ def traceable_varlen_attn(
     enable_gqa: bool = False,
 ) -> torch.Tensor:
     """The same without a window, in operations that do not look at values, so that it can be compiled."""
-    place = torch.arange(query.shape[0])
-    sample = (place[:, None] >= cu_seq_q[None, :]).sum(1)
-    mask = (sample[:, None] == sample[None, :]) & (place[:, None] >= place[None, :])
+    places = [torch.arange(states.shape[0]) for states in (query, key)]
+    samples = [
+        (place[:, None] >= cu_seq[None, :]).sum(1) for place, cu_seq in zip(places, (cu_seq_q, cu_seq_k), strict=True)
+    ]
+    # Counted from the end of the sample.
+    left = [cu_seq[sample] - place for place, sample, cu_seq in zip(places, samples, (cu_seq_q, cu_seq_k), strict=True)]
+    mask = (samples[0][:, None] == samples[1][None, :]) & (left[0][:, None] <= left[1][None, :])
     states = (tensor.transpose(0, 1)[None] for tensor in (query, key, value))
     return F.scaled_dot_product_attention(*states, mask, scale=scale, enable_gqa=enable_gqa)[0].transpose(0, 1)

@@ -25,11 +25,11 @@ def layout_of(samples: list[list[int]]) -> attention.SharedPrefixes | None:
 
 
 def test_the_first_of_equal_prefixes_is_kept() -> None:
-    """By hand. A sample that begins another one, or equals it, is shared as a whole, wherever it is in the row."""
+    """By hand. Wherever a sample is in the row, it shares what others begin with, but for its last token."""
     shared = layout_of(SAMPLES)
     assert shared is not None
-    # Sorted, [5, 6] comes first and keeps what the longer ones begin with.
-    assert shared.kept.tolist() == [3, 4, 5, 6, 9, 10, 11, 12, 16, 17, 18, 19]
+    # Sorted, [5, 6] comes first and keeps what the longer ones begin with; the second [9, 9, 9] keeps one token.
+    assert shared.kept.tolist() == [3, 4, 5, 6, 9, 10, 11, 12, 15, 16, 17, 18, 19]
     row = torch.tensor([token for sample in SAMPLES for token in sample])
     assert row[shared.kept][shared.source].equal(row)
     first, third, short = (shared.kept[shared.source[start : start + 2]].tolist() for start in (0, 7, 11))
@@ -43,14 +43,15 @@ def test_equal_tokens_after_other_ones_are_not_shared() -> None:
 
 @pytest.mark.parametrize("seed", range(20))
 def test_kept_tokens_are_the_nodes_of_a_tree(seed: int) -> None:
-    """As many as different prefixes, and every position has the source of its own prefix."""
+    """As many as different prefixes, and the last tokens of copies; every position has the source of its own prefix."""
     draw = torch.Generator().manual_seed(seed)
     sizes = torch.randint(1, 9, (30,), generator=draw).tolist()
     samples = [torch.randint(0, 2, (size,), generator=draw).tolist() for size in sizes]
     shared = layout_of(samples)
     assert shared is not None
     prefixes = [tuple(sample[: place + 1]) for sample in samples for place in range(len(sample))]
-    assert len(shared.kept) == len(set(prefixes))
+    copies = len(samples) - len(set(map(tuple, samples)))
+    assert len(shared.kept) == len(set(prefixes)) + copies
     assert [prefixes[index] for index in shared.kept[shared.source].tolist()] == prefixes
 
 
