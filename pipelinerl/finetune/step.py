@@ -140,8 +140,8 @@ class StepRunner:
         """This rank's micro-batches, padded with sentinels to the largest number of any rank (at least 1)."""
         config, ranks = self._config, self._ranks.world_size
         plan, can_share = batch.plan, self._backend.policy.can_share_prefixes
-        # Rows are made for shared prefixes, and would be too long without.
-        if len(plan) != ranks or (config.share_prefixes and not can_share):
+        if len(plan) != ranks or (config.seq_packing and not can_share and _longest_row(batch) > config.seq_length):
+            # The rows were made for other ranks, or for shared prefixes.
             plan = plan_step(batch.samples, ranks, config, can_share)
         weights = token_weights(batch.samples, config.rl.aggregation, config.rl.constant_length_tokens)
         share, longest = plan[self._ranks.rank], max(1, *map(len, plan))
@@ -156,6 +156,12 @@ class StepRunner:
             found = self._reference.logprobs(own)
             own = [replace(micro_batch, ref_logprobs=values) for micro_batch, values in zip(own, found, strict=True)]
         return finish_advantages(own, batch.samples, config.rl, self._ranks)
+
+
+def _longest_row(batch: TrainingBatch) -> int:
+    """Tokens of the longest row of the plan, shared ones too."""
+    rows = (row for rank in batch.plan for row in rank)
+    return max((sum(len(batch.samples[index].input_ids) for index in row) for row in rows), default=0)
 
 
 def _computed_tokens(batch: MicroBatch, layout: Layout | None) -> int:

@@ -51,7 +51,7 @@ def with_products(kit, attention="pipelinerl_segments", **options):
 def step_of(kit, policy):
     config = kit.config()
     runner = StepRunner(PlainBackend(policy, config, Ranks()), config, Ranks())
-    runner.accumulate(kit.batch(kit.samples(8), plan=[[list(range(8))]]))
+    runner.accumulate(kit.batch(kit.samples(4), plan=[[list(range(4))]]))
 
 
 def config_of(kit, tmp_path, model=None, **finetune):
