@@ -32,9 +32,14 @@ logger = logging.getLogger(__name__)
 #: Tokens of the first compiled passes, for which kernels are tuned, and of those that are compared, which in fp32 and
 #: without a fused attention need more memory per token; shares of their samples. Branching ones are twice as many.
 _TUNING_TOKENS, _COMPARED_TOKENS, _SHARES = 4096, 1024, (0.4, 0.25, 0.2, 0.15)
-#: Otherwise micro-batches of other sizes would need graphs of their own: padding of matrices (models need none) and
-#: reduction over rows and columns in one kernel would depend on the number of tokens.
-_OPTIONS = {"shape_padding": False, "triton.mix_order_reduction_non_strict_mode": True}
+_OPTIONS = {
+    # Otherwise micro-batches of other sizes would need graphs of their own: padding of matrices (models need none) and
+    # reduction over rows and columns in one kernel would depend on the number of tokens.
+    "shape_padding": False,
+    "triton.mix_order_reduction_non_strict_mode": True,
+    # Launching the kernels of a layer takes the host as long as small micro-batches take the GPU.
+    "combo_kernels": True,
+}
 #: Allowed errors: mean |log-prob difference| to fp32, and difference of gradients in relation to their norm; more if
 #: those of the uncompiled layers times `_MARGIN` are larger. The error of bf16 depends on the model: 0.028 nats and
 #: 0.058 for a trained 135M on a CPU, 0.025 and 0.014 when compiled.
