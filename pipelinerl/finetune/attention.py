@@ -9,8 +9,8 @@ holds the index tensors of one row; it is built once per micro-batch and passed 
 (`torch.nn.attention.varlen`, 2.11 or later): one kernel per layer instead of about ten.
 
 Samples that begin with the same tokens, such as those of a group, have the same hidden states there, because attention
-is causal. With `SharedPrefixes` the layers compute them once, and only attention sees whole samples, of which it needs
-keys and values alone in the one-kernel attention.
+is causal. With `SharedPrefixes` the layers compute them once, and only attention sees whole samples; the one-kernel
+attention needs only their keys and values.
 """
 
 from __future__ import annotations
@@ -36,8 +36,6 @@ OWN_ATTENTIONS = (SEGMENTED_ATTENTION, VARLEN_ATTENTION)
 #: Have no kernel for fp32.
 HALF_PRECISION_ONLY = ("flash_attention_2", VARLEN_ATTENTION)
 _MAX_PADDING_RATIO = 2
-#: Sharing a smaller part of a row costs about as much as it saves.
-_LEAST_SHARED = 0.2
 
 
 @dataclass(frozen=True)
@@ -63,7 +61,7 @@ class SharedPrefixes:
 
 
 def shared_prefixes(row: torch.Tensor, lengths: Sequence[int]) -> SharedPrefixes | None:
-    """Equal prefixes of the samples of `row` int64 `[T]`, which have these `lengths`; None if there are hardly any."""
+    """Equal prefixes of the samples of `row` int64 `[T]`, which have these `lengths`; None if there are none."""
     tokens = row.numpy()
     ends = np.cumsum(lengths)
     samples = [tokens[end - length : end] for end, length in zip(ends, lengths, strict=True)]
@@ -78,7 +76,7 @@ def shared_prefixes(row: torch.Tensor, lengths: Sequence[int]) -> SharedPrefixes
         start = ends[after] - lengths[after]
         first[start : start + common] = first[ends[before] - lengths[before] :][:common]
     is_kept = first == np.arange(len(tokens))
-    if is_kept.sum() > (1 - _LEAST_SHARED) * len(tokens):
+    if is_kept.all():
         return None
     return SharedPrefixes(torch.from_numpy(np.flatnonzero(is_kept)), torch.from_numpy((is_kept.cumsum() - 1)[first]))
 

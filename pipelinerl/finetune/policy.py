@@ -120,7 +120,7 @@ class PolicyModel(torch.nn.Module):
 
     @property
     def can_share_prefixes(self) -> bool:
-        """Whether packed samples are computed so. A head that is not linear makes logits of all positions anyway."""
+        """A head that is not linear makes logits of all positions anyway."""
         return self.shares_prefixes and self.has_linear_head and self.attention in OWN_ATTENTIONS
 
     def products(self) -> AbstractContextManager[Any]:
@@ -130,11 +130,8 @@ class PolicyModel(torch.nn.Module):
         return fp32_products("tf32") if self.tf32 else nullcontext()
 
     def layout_of(self, batch: MicroBatch, may_share: bool = True) -> Layout | None:
-        """Index tensors for our own attentions (None for others). Call it before moving `batch` to a GPU.
-
-        Args:
-            may_share: False: without shared prefixes, whatever the policy does.
-        """
+        """Index tensors for our own attentions (others: None), with prefixes shared only if `may_share`. Call it before
+        moving `batch` to a GPU."""
         if self.attention not in OWN_ATTENTIONS or batch.attention_mask is not None:
             return None
         lengths = torch.unique_consecutive(batch.segment_ids[0], return_counts=True)[1].tolist()
@@ -262,8 +259,7 @@ def token_logprobs(
             dtype first, as a model with a bf16 head does (fp32 inputs use TF32 where it is allowed). Softmax always is
             in fp32 (or fp64).
         rows: [N] int64, flat positions of the targets that are not -100. None: computed, which synchronizes with a GPU.
-        source: [positions] int64, where in `hidden`, of which there may be fewer, each flat position is; None: at the
-            same place.
+        source: [positions] int64, where in `hidden` each flat position is; None: at the same place.
 
     Returns:
         (log-probs, entropy or None), float32 (float64 for float64 inputs), shape of `targets`.
@@ -302,8 +298,7 @@ def _wide(dtype: torch.dtype) -> torch.dtype:
 
 
 def _spread(values: torch.Tensor, rows: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
-    out = values.new_zeros(like.numel())
-    return out.index_copy(0, rows, values).reshape(like.shape)
+    return values.new_zeros(like.numel()).index_copy(0, rows, values).reshape(like.shape)
 
 
 def _matmul(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:

@@ -16,10 +16,11 @@ import torch
 
 from pipelinerl.config.algorithm import RLConfig
 from pipelinerl.config.finetune import FinetuneConfig
-from pipelinerl.finetune.attention import Layout
+from pipelinerl.finetune.attention import VARLEN_ATTENTION, Layout
 from pipelinerl.finetune.backends.base import Backend
 from pipelinerl.finetune.model import ReferenceModel
 from pipelinerl.finetune.optimizer import schedule_of
+from pipelinerl.finetune.policy import PolicyModel
 from pipelinerl.finetune.ranks import Ranks
 from pipelinerl.finetune.token_ratios import RatioRecorder
 from pipelinerl.records import Sample, TrainingBatch
@@ -28,6 +29,7 @@ from pipelinerl.rl.diagnostics import DiagnosticsSum, StepDiagnostics
 from pipelinerl.rl.loss import EntropyControl, LossInputs, Metrics, coefficients_at, compute_loss
 from pipelinerl.rl.microbatch import MicroBatch, collate, token_weights
 from pipelinerl.rl.packing import plan_step
+from pipelinerl.world.forecast import SHARED_ROOM
 
 
 @dataclass(frozen=True)
@@ -139,10 +141,11 @@ class StepRunner:
     def micro_batches(self, batch: TrainingBatch) -> list[MicroBatch]:
         """This rank's micro-batches, padded with sentinels to the largest number of any rank (at least 1)."""
         config, ranks = self._config, self._ranks.world_size
-        plan, can_share = batch.plan, self._backend.policy.can_share_prefixes
-        if len(plan) != ranks or (config.seq_packing and not can_share and _longest_row(batch) > config.seq_length):
-            # The rows were made for other ranks, or for shared prefixes.
-            plan = plan_step(batch.samples, ranks, config, can_share)
+        plan, room = batch.plan, _shared_room(self._backend.policy)
+        is_too_long = config.seq_packing and room != SHARED_ROOM and _longest_row(batch) > config.seq_length
+        if len(plan) != ranks or is_too_long:
+            # It was made for other ranks, or for an attention that keeps less of shared prefixes.
+            plan = plan_step(batch.samples, ranks, config, room)
         weights = token_weights(batch.samples, config.rl.aggregation, config.rl.constant_length_tokens)
         share, longest = plan[self._ranks.rank], max(1, *map(len, plan))
         own = [
@@ -156,6 +159,13 @@ class StepRunner:
             found = self._reference.logprobs(own)
             own = [replace(micro_batch, ref_logprobs=values) for micro_batch, values in zip(own, found, strict=True)]
         return finish_advantages(own, batch.samples, config.rl, self._ranks)
+
+
+def _shared_room(policy: PolicyModel) -> float | None:
+    """Of a token in a row (`rl.packing`); None: the policy shares none."""
+    if not policy.can_share_prefixes:
+        return None
+    return SHARED_ROOM if policy.attention == VARLEN_ATTENTION else 1.0
 
 
 def _longest_row(batch: TrainingBatch) -> int:

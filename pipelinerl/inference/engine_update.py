@@ -15,6 +15,7 @@ from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from typing import Any
 
+from vllm.v1.engine import EngineCoreRequestType
 from vllm.v1.engine.core import EngineCore
 
 from pipelinerl.inference.arguments import serves_adapter
@@ -32,17 +33,19 @@ def install() -> None:
     setattr(EngineCore, _METHOD, update)
 
 
-def update(engine: Any, update_info: Mapping[str, Any], version: str, clears_cache: bool) -> Seconds | Future[Seconds]:
+def update(
+    engine: Any, update_info: Mapping[str, Any], version: str, clears_cache: bool, resumes: bool
+) -> Seconds | Future[Seconds]:
     """Update the engine's workers between two steps of the model.
 
-    If anything fails the engine stays paused, because half-loaded weights must not sample. So does one that still
-    sleeps: it resumes when it has woken completely.
+    If anything fails the engine stays paused, because half-loaded weights must not sample.
 
     Args:
         engine: vLLM's `EngineCore`.
         update_info: what the workers are about to receive (`weights.buffers.update_info_of`).
         version: label of the new weights.
         clears_cache: recompute the KV cache of running requests with the new weights.
+        resumes: False: the engine stays paused.
 
     Returns:
         Seconds by phase (`weights.sync.PHASES`), or a future of them if the steps in progress have to end first.
@@ -65,7 +68,7 @@ def update(engine: Any, update_info: Mapping[str, Any], version: str, clears_cac
             engine.collective_rpc("pipelinerl_load_adapter")
         engine.set_weight_version(version)
         seconds["load"], begun = time.monotonic() - begun, time.monotonic()
-        if not engine.model_executor.is_sleeping:
+        if resumes:
             engine.resume_scheduler()
         seconds["resume"] = time.monotonic() - begun
         return seconds
@@ -73,16 +76,19 @@ def update(engine: Any, update_info: Mapping[str, Any], version: str, clears_cac
     if paused is None:
         return apply()
     outcome: Future[Seconds] = Future()
-    paused.add_done_callback(functools.partial(_settle, outcome, apply))
+    paused.add_done_callback(functools.partial(_settle, engine, outcome, apply))
     return outcome
 
 
-def _settle(outcome: Future[Seconds], apply: Callable[[], Seconds], paused: Future[None]) -> None:
+def _settle(engine: Any, outcome: Future[Seconds], apply: Callable[[], Seconds], paused: Future[None]) -> None:
+    """Called by the engine's loop when it is about to wait for its next call, as it has nothing to do."""
     try:
         paused.result()
         outcome.set_result(apply())
     except Exception as error:  # noqa: BLE001 - the answer to the call; here it would end the engine
         outcome.set_exception(error)
+    # Now it has, and does not look again before it waits.
+    engine.input_queue.put_nowait((EngineCoreRequestType.WAKEUP, None))
 
 
 class UpdateRoute:
@@ -101,8 +107,12 @@ class UpdateRoute:
             clears_cache = body["kv_cache"] == "recompute"
             if clears_cache:
                 await client.renderer.clear_mm_cache_async()
-            call = client.engine_core.call_utility_async
-            seconds = await call(_METHOD, body["update_info"], body["weight_version"], clears_cache)
+            # Engines that work together wait for each other when they resume, so none may before all were updated.
+            are_several = client.vllm_config.parallel_config.data_parallel_size > 1
+            what = (body["update_info"], body["weight_version"], clears_cache, body["resumes"] and not are_several)
+            seconds = await client.engine_core.call_utility_async(_METHOD, *what)
+            if body["resumes"] and are_several:
+                await client.resume_generation()
         except ConnectionError:
             return
         except Exception as error:  # whatever it is, the trainer has to know

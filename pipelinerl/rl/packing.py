@@ -12,6 +12,7 @@ from typing import NamedTuple
 
 from pipelinerl.config.finetune import FinetuneConfig
 from pipelinerl.records import Sample
+from pipelinerl.world.forecast import SHARED_ROOM
 
 Plan = list[list[list[int]]]
 
@@ -20,10 +21,6 @@ Plan = list[list[list[int]]]
 ATTENTION_CROSSOVER_TOKENS = 32768
 # With several ranks, groups are split into at least this many units for each, so that ranks can have equal work.
 _UNITS_PER_RANK = 8
-#: How much of the room in a row a token takes that another sample of the row has too: layers compute it once, and for
-#: each sample attention keeps its keys and values. These are at most an eighth of what a computed token keeps
-#: (`world.forecast.layer_bytes`), and less in models whose heads share keys.
-SHARED_ROOM = 1 / 8
 
 
 def sample_cost(length: int) -> float:
@@ -72,21 +69,29 @@ def _num_equal(left: list[int], right: list[int]) -> int:
     return least
 
 
-def plan_step(samples: Sequence[Sample], num_ranks: int, config: FinetuneConfig, can_share: bool = True) -> Plan:
+def plan_step(
+    samples: Sequence[Sample], num_ranks: int, config: FinetuneConfig, shared_room: float | None = SHARED_ROOM
+) -> Plan:
     """The plan of a step with these samples; see `make_plan`.
 
     Args:
-        can_share: the trainer computes equal prefixes once if `finetune.share_prefixes` says so.
+        shared_room: as in `make_plan`; None: the trainer cannot share, whatever `finetune.share_prefixes` says.
     """
     tokens = [sample.input_ids for sample in samples]
-    shares = config.seq_packing and config.share_prefixes and can_share
+    shares = config.seq_packing and config.share_prefixes and shared_room is not None
     groups = groups_of(tokens, [sample.group_id for sample in samples]) if shares else None
-    lengths = list(map(len, tokens))
-    return make_plan(lengths, num_ranks, config.seq_length, config.seq_packing, config.train_batch_size, groups)
+    lengths, rows, room = list(map(len, tokens)), config.train_batch_size, shared_room or SHARED_ROOM
+    return make_plan(lengths, num_ranks, config.seq_length, config.seq_packing, rows, groups, room)
 
 
 def expected_computed_tokens(
-    prompt: float, answer: float, samples: int, attempts: int, num_ranks: int, seq_length: int
+    prompt: float,
+    answer: float,
+    samples: int,
+    attempts: int,
+    num_ranks: int,
+    seq_length: int,
+    shared_room: float = SHARED_ROOM,
 ) -> float:
     """Tokens of a sample that go through the layers on average, where prompts of groups are shared.
 
@@ -94,7 +99,7 @@ def expected_computed_tokens(
         prompt, answer: tokens of a sample.
         samples, attempts: of a step and of a group.
     """
-    most = 1 + (seq_length - prompt - answer) // max(SHARED_ROOM * prompt + answer, 1)
+    most = 1 + (seq_length - prompt - answer) // max(shared_room * prompt + answer, 1)
     if num_ranks > 1:
         most = min(most, samples // (_UNITS_PER_RANK * num_ranks))
     return prompt * math.ceil(attempts / max(1, most)) / attempts + answer
@@ -107,6 +112,7 @@ def make_plan(
     packed: bool,
     rows_per_micro_batch: int = 1,
     groups: Groups | None = None,
+    shared_room: float = SHARED_ROOM,
 ) -> Plan:
     """Spread samples over ranks and micro-batches.
 
@@ -115,8 +121,8 @@ def make_plan(
         seq_length: most tokens of one packed row, and of one sample.
         packed: True: a micro-batch is one row of at most `seq_length` tokens. False: at most `rows_per_micro_batch`
             padded rows of similar length.
-        groups: samples of a group share a packed row where possible. What they have in common costs once, and for the
-            others it takes `SHARED_ROOM` of its tokens in the row.
+        groups: samples of a group share a packed row where possible, and what they have in common costs once.
+        shared_room: for the others it takes this part of its tokens in the row.
 
     Returns:
         `plan[rank][micro_batch]` = sorted indices into `lengths`. Ranks differ by at most one micro-batch, which the
@@ -128,7 +134,7 @@ def make_plan(
     _check(lengths, seq_length)
     order = sorted(range(len(lengths)), key=lambda index: (-lengths[index], index))
     if packed:
-        rows = _Rows(lengths, groups)
+        rows = _Rows(lengths, groups, shared_room)
         return _deal(_pack(order, rows, num_ranks, seq_length), num_ranks, rows.cost)
     return _deal(_padded(order, num_ranks, rows_per_micro_batch), num_ranks, _padded_cost(lengths))
 
@@ -145,8 +151,9 @@ def _check(lengths: Sequence[int], seq_length: int) -> None:
 class _Rows:
     """What samples take of a packed row."""
 
-    def __init__(self, lengths: Sequence[int], groups: Groups | None) -> None:
+    def __init__(self, lengths: Sequence[int], groups: Groups | None, shared_room: float) -> None:
         self._lengths = lengths
+        self._shared_room = shared_room
         self.groups = groups
         members = [] if groups is None else groups.members
         self._place = {index: (group, at) for group, indices in enumerate(members) for at, index in enumerate(indices)}
@@ -165,7 +172,7 @@ class _Rows:
 
     def room(self, indices: list[int]) -> float:
         """Tokens of the row's `seq_length`."""
-        return sum(self._lengths[index] for index in indices) - (1 - SHARED_ROOM) * self.common(indices)
+        return sum(self._lengths[index] for index in indices) - (1 - self._shared_room) * self.common(indices)
 
     def cost(self, indices: list[int]) -> float:
         """Relative time."""

@@ -21,6 +21,7 @@ from pipelinerl.world.forecast import (
     CACHE,
     GIB,
     OPTIMIZER,
+    SHARED_ROOM,
     Memory,
     ServerSetup,
     Sharding,
@@ -123,7 +124,8 @@ def forecast_run(
     can_share = finetune.seq_packing and finetune.attn_implementation in ("auto", "segments")
     if computed_tokens is None and finetune.share_prefixes and can_share:
         shape_of_step = (samples, config.attempts, max(1, ranks), finetune.seq_length)
-        computed_tokens = expected_computed_tokens(prompt, answer, *shape_of_step)
+        room = trainer.shared_room if trainer else SHARED_ROOM
+        computed_tokens = expected_computed_tokens(prompt, answer, *shape_of_step, room)
     work = Work(samples, prompt, answer, config.actor.llm_max_rollouts, computed_tokens)
     step = None
     if trainer and server and layout.servers:

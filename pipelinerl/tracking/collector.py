@@ -234,7 +234,7 @@ class Collector:
             self._state.fold_trainer(message)
         if isinstance(message, WeightUpdateSuccess):
             values: dict[str, float | None] = {
-                #: longest pause of a server, from the request to the end of resume, including its running steps
+                #: longest pause of a server, until it resumes, including the steps in progress that it ends first
                 "weight_update/paused_s": message.seconds.get("paused"),
                 "weight_update/num_servers": float(message.num_servers),  #: servers that received the update
                 #: bytes sent to each server: the model, or the adapter with `finetune.lora.sync=adapter`

@@ -246,9 +246,14 @@ class ServerLink:
             WeightSyncError: with the quoted error. The server stays paused: resuming it with half-loaded weights would
                 kill its engine.
         """
-        body = {"update_info": update_info, "weight_version": weight_label(version), "kv_cache": self._kv_cache}
+        body = {
+            "update_info": update_info,
+            "weight_version": weight_label(version),
+            "kv_cache": self._kv_cache,
+            # A server that sleeps resumes by itself when its KV cache is back.
+            "resumes": not self._asleep,
+        }
         async with self._attempt("update"):
-            # A server that has woken completely resumes: its KV cache comes back last.
             waking_s = await self._wake_up("weights")
             sending = _in_thread(f"weights-send-{self.name}", self._send_buffers)
             answer, _ = await _together(self.client.post(UPDATE_PATH, json=body), sending)

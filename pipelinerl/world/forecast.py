@@ -35,6 +35,9 @@ ACTIVATIONS, LOGITS, REFERENCE = "activations", "logits and head", "reference mo
 GATHERED, CACHE, CONTEXT, WORK = "gathered layers", "KV cache", "CUDA and allocator", "work space"
 SERVED, GRAPHS, BUFFERS, PROCESS = "servers' weights", "CUDA graphs", "update buffers", "processes"
 
+#: Room in a packed row of a token that another sample of it has too: it is computed once, and of each sample the
+#: one-kernel attention keeps keys and values, at most an eighth of what a computed token keeps (`layer_bytes`).
+SHARED_ROOM = 1 / 8
 #: The buffer that an update travels in (`weights/buffers.py`).
 _CHUNK_BYTES = 256 * MIB
 #: CUDA's context and the kernels' code; the work space of cuBLAS (both measured on an H200).
@@ -102,6 +105,11 @@ class TrainerSetup:
         width, kv_width = shape.heads * shape.head_dim, shape.kv_values // max(shape.layers, 1) // 2
         sides = 2 * (shape.hidden + width) + 2 * (shape.hidden + kv_width) + 3 * (shape.hidden + shape.intermediate)
         return round(self.lora_rank * shape.layers * sides * self.lora_matrices / 7)
+
+    @property
+    def shared_room(self) -> float:
+        """Only 16-bit products on GPUs have the one-kernel attention."""
+        return SHARED_ROOM if self.products == "bf16" and not self.on_cpu else 1.0
 
     @property
     def is_compiled(self) -> bool:

@@ -155,7 +155,8 @@ def train_seconds(setup: TrainerSetup, work: Work, machine: Machine) -> float:
     tokens = work.tokens / setup.ranks
     computed = tokens if work.computed_tokens is None else work.samples * work.computed_tokens / setup.ranks
     flops = computed * passes * 2 * shape.active_matrices + tokens * (passes * attention + head)
-    micro_batches = max(1, math.ceil(tokens / max(setup.pack_tokens, 1)))
+    in_rows = computed + setup.shared_room * (tokens - computed)
+    micro_batches = max(1, math.ceil(in_rows / max(setup.pack_tokens, 1)))
     if machine.on_cpu:
         return flops / machine.flops + _OPTIMIZER_BYTES * setup.trained / machine.bandwidth
     slower = {"bf16": 1.0, "tf32": 2.0, "fp32": 15.0}[setup.products]

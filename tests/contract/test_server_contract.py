@@ -139,7 +139,7 @@ async def test_w1_an_incomplete_update_fails_and_a_complete_one_repairs_it(serve
             await client.post(UPDATE_PATH, json={"weight_version": "1"})
         await client.worker_call("pipelinerl_abort_update")
         info = update_info_of(metas, 1000, pass_id=1)
-        body = {"update_info": info, "weight_version": "1", "kv_cache": "keep"}
+        body = {"update_info": info, "weight_version": "1", "kv_cache": "keep", "resumes": True}
         with pytest.raises(WeightSyncError, match="not initialized"):
             await client.post(UPDATE_PATH, json=body)
         assert await client.get("/is_paused") == {"is_paused": True}

@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 from concurrent.futures import Future
-from types import SimpleNamespace
+from queue import SimpleQueue
 from typing import Any
 
 
 class FakeEngine:
     """Records what it is asked for. `is_busy`: steps are in progress, and `drain` ends them."""
 
-    def __init__(self, is_busy: bool = False, is_sleeping: bool = False, failing: str = "") -> None:
+    def __init__(self, is_busy: bool = False, failing: str = "") -> None:
         self.calls: list[Any] = []
-        self.model_executor = SimpleNamespace(is_sleeping=is_sleeping)
+        self.input_queue: SimpleQueue[Any] = SimpleQueue()
         self._is_busy, self._failing = is_busy, failing
         self._pauses: list[Future[None]] = []
 

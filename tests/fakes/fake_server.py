@@ -246,8 +246,10 @@ class FakeServer:
         if problems := update_problems(self._model(), shapes):
             return _error(500, f"the update left layers without all of their weights: {problems}")
         assert self._running is not None
-        self.tensors, self._open, self.version, self.paused = received, False, body["weight_version"], False
-        self._running.set()
+        self.tensors, self._open, self.version = received, False, body["weight_version"]
+        if body["resumes"]:
+            self.paused = False
+            self._running.set()
         return web.json_response({"seconds": dict.fromkeys(PHASES, 0.001)})
 
     async def _generate(self, request: web.Request) -> web.Response:

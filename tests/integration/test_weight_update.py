@@ -112,7 +112,7 @@ def send_without_checks(server: VLLMProcess, model: torch.nn.Module, keep: Any) 
         metas = [TensorMeta(name, tensor.dtype, tuple(tensor.shape)) for name, tensor in tensors]
         buffer = pack([tensor for _, tensor in tensors], mark_of(pass_id, 0, payload_bytes(metas)))
         info = update_info_of(metas, DEFAULT_CHUNK_BYTES, pass_id)
-        body = {"update_info": info, "weight_version": "99", "kv_cache": "keep"}
+        body = {"update_info": info, "weight_version": "99", "kv_cache": "keep", "resumes": True}
         await asyncio.gather(client.post(UPDATE_PATH, json=body), asyncio.to_thread(sender.send, buffer))
 
     with_client(server, run)

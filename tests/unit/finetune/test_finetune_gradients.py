@@ -105,6 +105,26 @@ def test_a_plan_for_another_number_of_ranks_is_made_again(kit):
     assert trained == list(range(16))
 
 
+@pytest.mark.parametrize("room", [None, 1.0, 0.125])
+def test_rows_that_are_too_long_without_shared_prefixes_are_made_again(kit, room):
+    """The plan has rows for the attention that keeps least of shared tokens; the policy may keep more, or share none."""
+    attention = "pipelinerl_varlen" if room == 0.125 else "pipelinerl_segments"
+    policy = kit.policy(attention=attention, shares_prefixes=room is not None)
+    samples = kit.samples(12)
+    longest, whole = max(len(s.input_ids) for s in samples), sum(len(s.input_ids) for s in samples)
+    plan = [[[*range(6)], [*range(6, 12)]], [[]]]
+    for seq_length, is_kept in ((longest + 1, room == 0.125), (whole, True)):
+        config = kit.config(seq_length=seq_length)
+        backend, rows = PlainBackend(policy, config, Ranks()), []
+        for rank in range(2):
+            own = StepRunner(backend, config, Ranks(rank, 2)).micro_batches(kit.batch(samples, plan=plan))
+            rows += [list(micro_batch.indices) for micro_batch in own if micro_batch.indices]
+        assert sorted(index for row in rows for index in row) == list(range(12))
+        assert (sorted(rows) == [[*range(6)], [*range(6, 12)]]) == is_kept
+        if not is_kept:
+            assert max(sum(len(samples[index].input_ids) for index in row) for row in rows) <= seq_length
+
+
 def test_each_micro_batch_is_a_sign_of_life(kit):
     beats = []
     runner = runner_of(kit, on_micro_batch=lambda: beats.append(1))

@@ -20,24 +20,23 @@ LOADED = [PARTS[0], (PARTS[1], {"update_info": INFO}), PARTS[2], ("version", "7"
 
 
 @pytest.mark.parametrize("is_busy", [False, True])
-@pytest.mark.parametrize("is_sleeping", [False, True])
+@pytest.mark.parametrize("resumes", [False, True])
 @pytest.mark.parametrize("clears_cache", [False, True])
-def test_an_engine_updates_once_no_step_is_in_progress(is_busy: bool, is_sleeping: bool, clears_cache: bool) -> None:
-    engine = FakeEngine(is_busy, is_sleeping)
-    seconds = update(engine, INFO, "7", clears_cache)
+def test_an_engine_updates_once_no_step_is_in_progress(is_busy: bool, resumes: bool, clears_cache: bool) -> None:
+    engine = FakeEngine(is_busy)
+    seconds = update(engine, INFO, "7", clears_cache, resumes)
     if isinstance(seconds, Future):
         assert is_busy and engine.calls == [("pause", "keep", clears_cache)]
         engine.drain()
         seconds = seconds.result(0)
-    # One that sleeps has no KV cache yet.
-    assert engine.calls == [("pause", "keep", clears_cache), *LOADED, *([] if is_sleeping else ["resume"])]
+    assert engine.calls == [("pause", "keep", clears_cache), *LOADED, *(["resume"] if resumes else [])]
     assert list(seconds) == list(PHASES) and min(seconds.values()) >= 0
 
 
 def test_an_adapter_is_loaded_before_the_version_changes(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("pipelinerl.inference.engine_update.serves_adapter", lambda environ: True)
     engine = FakeEngine()
-    update(engine, INFO, "7", False)
+    update(engine, INFO, "7", False, True)
     assert engine.calls[1:] == [*LOADED[:3], "pipelinerl_load_adapter", ("version", "7"), "resume"]
 
 
@@ -54,14 +53,14 @@ def outcome(engine: FakeEngine, call: Callable[[], Any]) -> str:
 @pytest.mark.parametrize("part", PARTS)
 def test_an_engine_that_failed_an_update_stays_paused(part: str, is_busy: bool) -> None:
     engine = FakeEngine(is_busy, failing=part)
-    assert outcome(engine, lambda: update(engine, INFO, "7", False)) == "disk on fire"
+    assert outcome(engine, lambda: update(engine, INFO, "7", False, True)) == "disk on fire"
     assert "resume" not in engine.calls and ("version", "7") not in engine.calls
 
 
 def test_an_update_that_was_given_up_before_it_began_does_not_take_the_buffers_of_the_next() -> None:
     engine = FakeEngine(is_busy=True)
-    given_up = update(engine, INFO, "6", False)
-    second = update(engine, INFO, "7", False)
+    given_up = update(engine, INFO, "6", False, True)
+    second = update(engine, INFO, "7", False, True)
     engine.drain()
     assert isinstance(second, Future) and second.result(0)
     assert isinstance(given_up, Future) and isinstance(given_up.exception(0), RuntimeError)

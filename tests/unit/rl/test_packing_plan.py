@@ -5,9 +5,11 @@ from __future__ import annotations
 import random
 
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from pipelinerl.finetune.attention import shared_prefixes
 from pipelinerl.rl.packing import Groups, Plan, expected_computed_tokens, groups_of, make_plan, sample_cost
 
 
@@ -100,6 +102,19 @@ def test_a_row_has_room_for_more_samples_where_they_share_tokens():
     assert list(map(len, make_plan(lengths, 1, 309, True, groups=grouped(lengths, [(1, 80)] * 8)))) == [2]
 
 
+@pytest.mark.parametrize(("prompt", "answer", "seq_length"), [(150, 700, 12000), (228, 772, 6604), (1, 99, 1000)])
+def test_rows_are_not_longer_where_little_is_shared(prompt: int, answer: int, seq_length: int):
+    lengths = [prompt + answer] * 64
+    tokens = with_prompts(lengths, [(index // 8, prompt) for index in range(64)])
+    (rows,) = make_plan(
+        lengths, 1, seq_length, True, groups=groups_of(tokens, [str(index // 8) for index in range(64)])
+    )
+    for row in rows:
+        shared = shared_prefixes(torch.tensor([t for index in row for t in tokens[index]]), [lengths[0]] * len(row))
+        assert shared is not None
+        assert len(shared.kept) + (len(shared.source) - len(shared.kept)) / 8 <= seq_length
+
+
 def test_groups_by_hand():
     """A copy keeps its last token; the tokens of the longest neighbor count, not those of the shortest prompt."""
     tokens = [[1, 2, 3, 4], [1, 2, 9], [5, 5], [1, 2, 3, 4], [1, 2, 3, 5], [5, 6]]
@@ -108,9 +123,17 @@ def test_groups_by_hand():
     assert groups.common == [0, 2, 0, 3, 3, 1]
 
 
+def test_where_attention_keeps_more_a_shared_token_takes_more_room():
+    lengths, groups = [100] * 8, grouped([100] * 8, [(1, 80)] * 8)
+    # 100 + 7 * 100, and 100 + 7 * (20 + 80 / 2) = 520.
+    assert list(map(len, make_plan(lengths, 1, 700, True, groups=groups, shared_room=1.0))) == [2]
+    assert list(map(len, make_plan(lengths, 1, 520, True, groups=groups, shared_room=0.5))) == [1]
+    assert list(map(len, make_plan(lengths, 1, 519, True, groups=groups, shared_room=0.5))) == [2]
+
+
 @pytest.mark.parametrize("seed", range(10))
 def test_turns_of_a_conversation_share_what_they_have_in_common(seed: int):
-    """Prompts of later turns differ: a row never computes more than `seq_length` tokens."""
+    """Prompts of later turns differ: a row never takes more than `seq_length` by what the trainer really shares."""
     draw = random.Random(seed)
     tokens = []
     for _ in range(12):
@@ -122,8 +145,10 @@ def test_turns_of_a_conversation_share_what_they_have_in_common(seed: int):
     plan = make_plan(list(map(len, tokens)), 2, 250, True, groups=groups_of(tokens, names))
     assert sorted(i for rank in plan for row in rank for i in row) == list(range(len(tokens)))
     for row in (row for rank in plan for row in rank):
-        kept = nodes(tokens, row)
-        assert kept + (sum(len(tokens[index]) for index in row) - kept) / 8 <= 250
+        together = [token for index in row for token in tokens[index]]
+        shared = shared_prefixes(torch.tensor(together), [len(tokens[index]) for index in row])
+        kept = len(together) if shared is None else len(shared.kept)
+        assert kept + (len(together) - kept) / 8 <= 250
 
 
 def computed(plan: Plan, tokens: list[list[int]]) -> list[int]:
