@@ -107,7 +107,7 @@ def test_a_plan_for_another_number_of_ranks_is_made_again(kit):
 
 @pytest.mark.parametrize("room", [None, 1.0, 0.125])
 def test_rows_that_are_too_long_without_shared_prefixes_are_made_again(kit, room):
-    """The plan has rows for the attention that keeps least of shared tokens; the policy may keep more, or share none."""
+    """The plan is for the attention that keeps least of shared tokens; the policy may keep more, or share none."""
     attention = "pipelinerl_varlen" if room == 0.125 else "pipelinerl_segments"
     policy = kit.policy(attention=attention, shares_prefixes=room is not None)
     samples = kit.samples(12)
