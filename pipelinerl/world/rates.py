@@ -68,6 +68,8 @@ _OPTIMIZER_BYTES = 135
 _HOST_S_PER_LAYER, _HOST_CHECKPOINTING, _HOST_ADAPTER, _HOST_FP32 = 5.0e-3, 4.0e-3, 3.0e-3, 2.7e-3
 #: The first two of a compiled layer. With adapters it was not measured.
 _COMPILED_HOST_S_PER_LAYER, _COMPILED_HOST_CHECKPOINTING = 2.6e-3, 2.4e-3
+#: Seconds of a sample: it becomes tensors, and its tokens are counted and diagnosed.
+_HOST_S_PER_SAMPLE = 1.5e-4
 #: Share of the memory bandwidth that optimizer and decoding reach.
 _BANDWIDTH_SHARE = 0.7
 #: Share of the peak in prompts and large decoding batches.
@@ -178,7 +180,8 @@ def train_seconds(setup: TrainerSetup, work: Work, machine: Machine) -> float:
         # Gradients, and gathered weights where they are sharded, travel between ranks.
         rounds = micro_batches * 3 if setup.sharding in ("fsdp", "zero3") else 2
         travel = rounds * 2 * setup.trained / _LINK_BANDWIDTH
-    return max(device, micro_batches * shape.layers * host) + optimizer + travel
+    samples = work.samples / setup.ranks * _HOST_S_PER_SAMPLE
+    return max(device, micro_batches * shape.layers * host) + samples + optimizer + travel
 
 
 def server_rate(setup: ServerSetup, work: Work, machine: Machine, on_card: int = 1) -> float:

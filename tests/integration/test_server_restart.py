@@ -204,8 +204,9 @@ def test_a_server_is_killed_while_it_starts(tmp_path: Path) -> None:
 def test_d1_the_trainer_is_killed_and_the_run_completes(tmp_path: Path, server_too: bool) -> None:
     """The whole run is started again by the launcher, from the trainer's last state; before that, if it was killed
     too, the server in place."""
-    run = make_whole_run(tmp_path)
-    launcher = run.start("supervise.max_restarts=1", "finetune.save_checkpoint_steps=2", "finetune.max_train_steps=12")
+    run, steps = make_whole_run(tmp_path), 12 if server_too else 5
+    words = ("supervise.max_restarts=1", "finetune.save_checkpoint_steps=2", f"finetune.max_train_steps={steps}")
+    launcher = run.start(*words)
     try:
         run.wait(launcher, "the first steps", lambda: len(run.steps()) >= 2)
         if server_too:
@@ -220,7 +221,7 @@ def test_d1_the_trainer_is_killed_and_the_run_completes(tmp_path: Path, server_t
         launcher.kill()
     assert launcher.returncode == 0, f"{output}\n{run.logs()}"
     summary = run.summary
-    assert (summary["status"], summary["steps"], summary["restarts"]) == ("completed", 12, 1)
+    assert (summary["status"], summary["steps"], summary["restarts"]) == ("completed", steps, 1)
     assert "finetune_0" in summary["restart_reasons"][0]
     assert run.audit()
     assert run.living_processes() == []

@@ -91,7 +91,7 @@ async def test_what_a_late_measurement_started_ends_with_it(gpu: ModuleType, tmp
     start = "import subprocess, sys; child = subprocess.Popen(['sleep', '600']); "
     wait = f"open({str(note)!r}, 'w').write(str(child.pid)); child.wait()"
     late = gpu.Measurement("late-1", (("-c", start + wait),))
-    assert not await asyncio.wait_for(gpu.run_all([late], tmp_path, gpu.Machine(1), 10), 60)
+    assert not await asyncio.wait_for(gpu.run_all([late], tmp_path, gpu.Machine(1), 3), 60)
 
     def is_running() -> bool:
         with contextlib.suppress(psutil.NoSuchProcess):
@@ -115,7 +115,7 @@ async def test_a_failure_is_a_row_and_the_others_run(gpu: ModuleType, tmp_path: 
         gpu.Measurement("late-1", (("-c", "import time; time.sleep(60)"),)),
         gpu.Measurement("good-1", (("-c", write),)),
     ]
-    assert not await asyncio.wait_for(gpu.run_all(chosen, tmp_path, gpu.Machine(1), 10), 120)
+    assert not await asyncio.wait_for(gpu.run_all(chosen, tmp_path, gpu.Machine(1), 5), 120)
     rows = {row.split(" | ")[0].strip("| "): row for row in (tmp_path / "table.md").read_text().splitlines()[2:]}
     assert "exit status 3" in rows["bad-1"] and "exit status 124" in rows["late-1"]
     assert "success_after 0.75" in rows["good-1"] and "exit status" not in rows["good-1"]
