@@ -8,8 +8,9 @@ from pathlib import Path
 
 import pytest
 import torch
-from fakes.random_model import perturb, random_model, save_random_model
-from fakes.updated_server import connect, probe
+from fakes.mid_sequence import generate_across_updates
+from fakes.random_model import perturb, random_ids, random_model, save_random_model
+from fakes.updated_server import connect, generate, probe, sampling
 from fakes.visible_gpus import visible_gpu
 from fakes.vllm_process import VLLMProcess
 from fakes.whole_run import WholeRun, make_whole_run
@@ -55,6 +56,27 @@ def test_a_server_sleeps_wakes_and_computes_what_the_trainer_does(tmp_path: Path
                 assert report.failed == {}
                 print(f"version {version}: {report.seconds}")
                 assert probe(publisher, model).mean_abs_diff < 0.1
+
+
+def test_a_sequence_goes_on_after_an_update_though_no_request_follows(tmp_path: Path) -> None:
+    """On GPUs a step is in progress when the call comes, and the engine updates when it has ended."""
+    folder = save_random_model(tmp_path / "model", tied=True, head_size=64)
+    environ = {**os.environ, "CUDA_VISIBLE_DEVICES": visible_gpu(0)}
+    settings = {"dtype": "bfloat16", **CACHE}
+    with VLLMProcess(folder, tmp_path / "server.log", settings, transport="ipc", environ=environ) as server:
+        model = random_model(tied=True, seed=5, head_size=64).cuda()
+        body = sampling(random_ids(12, seed=1), 480)
+        with connect(server, "ipc") as publisher:
+            publisher.publish(0, ModuleSource(model, dtype=torch.bfloat16))
+
+            def update(attempt: int) -> None:
+                perturb(model, seed=attempt)
+                report = publisher.publish(1 + attempt, ModuleSource(model, dtype=torch.bfloat16))
+                assert report.failed == {}
+
+            answer = generate_across_updates(server, lambda: generate(server, body), update)
+    (choice,) = answer["choices"]
+    assert len(choice["token_ids"]) == 480 and len(choice["weight_versions"]) == 2
 
 
 def test_a_colocated_run_learns(tmp_path: Path) -> None:
