@@ -78,7 +78,7 @@ class FinetuneConfig(Section):
     seq_length: int = Field(
         default=12000,
         ge=2,
-        description="most tokens of a packed micro-batch (a shared one counts as an eighth), and of the longest sample",
+        description="most tokens in a packed micro-batch (a shared one may count as an eighth) and in a sample",
     )
     seq_packing: bool = Field(default=True, description="pack several samples into one row")
     share_prefixes: bool = Field(

@@ -9,8 +9,8 @@ holds the index tensors of one row; it is built once per micro-batch and passed 
 (`torch.nn.attention.varlen`, 2.11 or later): one kernel per layer instead of about ten.
 
 Samples that begin with the same tokens, such as those of a group, have the same hidden states there, because attention
-is causal. With `SharedPrefixes` the layers compute them once, and only attention sees whole samples; the one-kernel
-attention needs only their keys and values.
+is causal. With `SharedPrefixes` the layers compute them once, and only attention sees whole samples; `varlen_attention`
+needs only their keys and values.
 """
 
 from __future__ import annotations
@@ -159,8 +159,8 @@ class VarlenLayout:
     """Where the samples of one packed row of T tokens begin.
 
     `boundaries` int32 `[samples + 1]`: 0, then the end of every sample; `longest` is the longest sample in tokens.
-    `query_boundaries` and `longest_query` are the same for the K tokens that are kept of the samples, the ends of each;
-    without shared prefixes those are all.
+    `query_boundaries` and `longest_query` are the same for the K kept tokens, which are the ends of the samples;
+    without shared prefixes, all tokens are kept.
     """
 
     boundaries: torch.Tensor

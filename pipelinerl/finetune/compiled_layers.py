@@ -37,7 +37,7 @@ _OPTIONS = {
     # reduction over rows and columns in one kernel would depend on the number of tokens.
     "shape_padding": False,
     "triton.mix_order_reduction_non_strict_mode": True,
-    # Launching the kernels of a layer takes the host as long as small micro-batches take the GPU.
+    # Fewer kernels: 3 % faster in packs of 16,384 tokens, no difference in packs of 4,096.
     "combo_kernels": True,
 }
 #: Allowed errors: mean |log-prob difference| to fp32, and difference of gradients in relation to their norm; more if

@@ -120,7 +120,7 @@ class PolicyModel(torch.nn.Module):
 
     @property
     def can_share_prefixes(self) -> bool:
-        """A head that is not linear makes logits of all positions anyway."""
+        """Whether rows are computed so. A head that is not linear makes logits of all positions anyway."""
         return self.shares_prefixes and self.has_linear_head and self.attention in OWN_ATTENTIONS
 
     def products(self) -> AbstractContextManager[Any]:

@@ -144,7 +144,7 @@ class StepRunner:
         plan, room = batch.plan, _shared_room(self._backend.policy)
         is_too_long = config.seq_packing and room != SHARED_ROOM and _longest_row(batch) > config.seq_length
         if len(plan) != ranks or is_too_long:
-            # It was made for other ranks, or for an attention that keeps less of shared prefixes.
+            # It was made for other ranks, or for an attention that needs less memory for shared tokens.
             plan = plan_step(batch.samples, ranks, config, room)
         weights = token_weights(batch.samples, config.rl.aggregation, config.rl.constant_length_tokens)
         share, longest = plan[self._ranks.rank], max(1, *map(len, plan))
@@ -162,7 +162,7 @@ class StepRunner:
 
 
 def _shared_room(policy: PolicyModel) -> float | None:
-    """Of a token in a row (`rl.packing`); None: the policy shares none."""
+    """Room of a shared token in a row (see `rl.packing`); None if the policy shares none."""
     if not policy.can_share_prefixes:
         return None
     return SHARED_ROOM if policy.attention == VARLEN_ATTENTION else 1.0

@@ -1,7 +1,7 @@
 """A weight update as one call: the engine pauses, receives, loads and resumes by itself.
 
-vLLM has a route for each of these steps. A busy server answers each of them late, because the API process has other
-work and the engine reads its calls between two steps of the model, and all that time no token is sampled.
+vLLM has a route for each of these steps. A busy server answers each one late, because its API process has other work
+and the engine reads calls only between model steps, and no token is sampled meanwhile.
 """
 
 from __future__ import annotations
@@ -44,8 +44,8 @@ def update(
         engine: vLLM's `EngineCore`.
         update_info: what the workers are about to receive (`weights.buffers.update_info_of`).
         version: label of the new weights.
-        clears_cache: recompute the KV cache of running requests with the new weights.
-        resumes: False: the engine stays paused.
+        clears_cache: clear the caches, so that running requests recompute theirs with the new weights.
+        resumes: whether to resume afterwards.
 
     Returns:
         Seconds by phase (`weights.sync.PHASES`), or a future of them if the steps in progress have to end first.
@@ -81,13 +81,13 @@ def update(
 
 
 def _settle(engine: Any, outcome: Future[Seconds], apply: Callable[[], Seconds], paused: Future[None]) -> None:
-    """Called by the engine's loop when it is about to wait for its next call, as it has nothing to do."""
+    """Runs in the engine's loop when it has no work left and is about to wait for the next call."""
     try:
         paused.result()
         outcome.set_result(apply())
     except Exception as error:  # noqa: BLE001 - the answer to the call; here it would end the engine
         outcome.set_exception(error)
-    # Now it has, and does not look again before it waits.
+    # The loop now has work, but would not check again before it waits.
     engine.input_queue.put_nowait((EngineCoreRequestType.WAKEUP, None))
 
 
@@ -107,12 +107,14 @@ class UpdateRoute:
             clears_cache = body["kv_cache"] == "recompute"
             if clears_cache:
                 await client.renderer.clear_mm_cache_async()
-            # Engines that work together wait for each other when they resume, so none may before all were updated.
+            # Data-parallel engines wait for each other to resume, so none may resume before all are updated.
             are_several = client.vllm_config.parallel_config.data_parallel_size > 1
             what = (body["update_info"], body["weight_version"], clears_cache, body["resumes"] and not are_several)
             seconds = await client.engine_core.call_utility_async(_METHOD, *what)
             if body["resumes"] and are_several:
+                started = time.monotonic()
                 await client.resume_generation()
+                seconds["resume"] += time.monotonic() - started
         except ConnectionError:
             return
         except Exception as error:  # whatever it is, the trainer has to know

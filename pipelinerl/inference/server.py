@@ -49,7 +49,7 @@ def run(argv: list[str]) -> None:
 
 
 class ServerMiddleware:
-    """What a server has around vLLM's routes: the token check, without which nothing is reached, and our own routes.
+    """Wraps vLLM's routes: the token check, without which nothing is reachable, and our own routes.
 
     One class, because vLLM warns of duplicates if `--middleware` is repeated.
     """

@@ -122,7 +122,7 @@ def make_plan(
         packed: True: a micro-batch is one row of at most `seq_length` tokens. False: at most `rows_per_micro_batch`
             padded rows of similar length.
         groups: samples of a group share a packed row where possible, and what they have in common costs once.
-        shared_room: for the others it takes this part of its tokens in the row.
+        shared_room: fraction of a token's room that a shared token takes in every further sample.
 
     Returns:
         `plan[rank][micro_batch]` = sorted indices into `lengths`. Ranks differ by at most one micro-batch, which the
@@ -171,7 +171,7 @@ class _Rows:
         return total
 
     def room(self, indices: list[int]) -> float:
-        """Tokens of the row's `seq_length`."""
+        """Room taken of `seq_length`, in tokens."""
         return sum(self._lengths[index] for index in indices) - (1 - self._shared_room) * self.common(indices)
 
     def cost(self, indices: list[int]) -> float:

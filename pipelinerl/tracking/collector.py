@@ -234,7 +234,7 @@ class Collector:
             self._state.fold_trainer(message)
         if isinstance(message, WeightUpdateSuccess):
             values: dict[str, float | None] = {
-                #: longest pause of a server, until it resumes, including the steps in progress that it ends first
+                #: longest time a server was paused, with the steps it finishes first; after a retry: the whole call
                 "weight_update/paused_s": message.seconds.get("paused"),
                 "weight_update/num_servers": float(message.num_servers),  #: servers that received the update
                 #: bytes sent to each server: the model, or the adapter with `finetune.lora.sync=adapter`
@@ -243,7 +243,7 @@ class Collector:
                 "weight_update/logprob_abs_diff_mean": message.probe_abs_diff,
             }
             for phase, seconds in message.seconds.items():
-                #: seconds of pause, transfer, load and resume on the slowest server, and their total
+                #: seconds of pause, transfer, load and resume on the slowest server; `total`: of the trainer's call
                 values[f"weight_update/{phase}_s"] = seconds
             self._log(_row("weight_update", message.version, message.time, values))
 

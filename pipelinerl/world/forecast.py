@@ -35,8 +35,8 @@ ACTIVATIONS, LOGITS, REFERENCE = "activations", "logits and head", "reference mo
 GATHERED, CACHE, CONTEXT, WORK = "gathered layers", "KV cache", "CUDA and allocator", "work space"
 SERVED, GRAPHS, BUFFERS, PROCESS = "servers' weights", "CUDA graphs", "update buffers", "processes"
 
-#: Room in a packed row of a token that another sample of it has too: it is computed once, and of each sample the
-#: one-kernel attention keeps keys and values, at most an eighth of what a computed token keeps (`layer_bytes`).
+#: Room that a shared token takes in a packed row: it is computed once, and for every further sample varlen attention
+#: keeps only keys and values, at most an eighth of what a computed token keeps (`layer_bytes`).
 SHARED_ROOM = 1 / 8
 #: The buffer that an update travels in (`weights/buffers.py`).
 _CHUNK_BYTES = 256 * MIB
@@ -108,8 +108,8 @@ class TrainerSetup:
 
     @property
     def shared_room(self) -> float:
-        """Only 16-bit products on GPUs have the one-kernel attention."""
-        return SHARED_ROOM if self.products == "bf16" and not self.on_cpu else 1.0
+        """The varlen attention needs 16-bit products and a GPU; others keep shared tokens in full."""
+        return SHARED_ROOM if self.products == "bf16" and self.compiled and not self.on_cpu else 1.0
 
     @property
     def is_compiled(self) -> bool:

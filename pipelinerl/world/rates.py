@@ -68,7 +68,7 @@ _OPTIMIZER_BYTES = 135
 _HOST_S_PER_LAYER, _HOST_CHECKPOINTING, _HOST_ADAPTER, _HOST_FP32 = 5.0e-3, 4.0e-3, 3.0e-3, 2.7e-3
 #: The first two of a compiled layer. With adapters it was not measured.
 _COMPILED_HOST_S_PER_LAYER, _COMPILED_HOST_CHECKPOINTING = 2.6e-3, 2.4e-3
-#: Seconds of a sample: it becomes tensors, and its tokens are counted and diagnosed.
+#: Host seconds per sample: building its tensors, counting tokens, diagnostics (fitted to one run of 512 samples).
 _HOST_S_PER_SAMPLE = 1.5e-4
 #: Share of the memory bandwidth that optimizer and decoding reach.
 _BANDWIDTH_SHARE = 0.7
