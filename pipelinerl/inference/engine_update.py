@@ -101,9 +101,13 @@ class UpdateRoute:
         if scope["type"] != "http" or scope["path"] != UPDATE_PATH or scope["method"] != "POST":
             await self._app(scope, receive, send)
             return
+        try:
+            content = await read_body(receive)
+        except ConnectionError:
+            return
         client = scope["app"].state.engine_client
         try:
-            body = json.loads(await read_body(receive))
+            body = json.loads(content)
             clears_cache = body["kv_cache"] == "recompute"
             if clears_cache:
                 await client.renderer.clear_mm_cache_async()
@@ -115,8 +119,6 @@ class UpdateRoute:
                 started = time.monotonic()
                 await client.resume_generation()
                 seconds["resume"] += time.monotonic() - started
-        except ConnectionError:
-            return
         except Exception as error:  # whatever it is, the trainer has to know
             logger.exception("a weight update failed")
             await send_error(send, f"{type(error).__name__}: {error}")

@@ -72,7 +72,7 @@ class InitInfo(WeightTransferInitInfo):
 
 @dataclass
 class UpdateInfo(WeightTransferUpdateInfo):
-    """Body of `/update_weights` (`weights.buffers.update_info_of`): what is about to be sent, in order."""
+    """What is about to be sent, in order (`weights.buffers.update_info_of`)."""
 
     tensors: list[tuple[str, str, list[int]]]
     chunk_bytes: int

@@ -98,10 +98,9 @@ class ControlClient:
         except aiohttp.ClientError:
             return False  # not listening yet
 
-    async def pause(self, kv_cache: KVCache) -> None:
-        """Freeze running requests. `keep` keeps their KV cache; `recompute` makes them prefill again."""
-        # With mode=keep, clear_cache decides about the KV cache, whatever vLLM's documentation says.
-        await self.post("/pause", params={"mode": "keep", "clear_cache": "false" if kv_cache == "keep" else "true"})
+    async def pause(self) -> None:
+        """Freeze running requests; they keep their KV cache."""
+        await self.post("/pause", params={"mode": "keep", "clear_cache": "false"})
 
     async def worker_call(self, method: str) -> Any:
         """Call a method of `inference.worker_extension` in every worker; returns the answer of the first one."""
@@ -274,7 +273,7 @@ class ServerLink:
         """
         async with self._attempt("sleep"):
             if level == 0:
-                await self.client.pause("keep")
+                await self.client.pause()
             else:
                 await self.client.post("/sleep", params={"level": str(level), "mode": "keep"})
             self._asleep = level > 0

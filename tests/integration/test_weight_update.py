@@ -236,7 +236,7 @@ def test_w3_requests_that_start_after_an_update_match_the_new_weights(tiny_serve
         await asyncio.to_thread(publisher.publish, before, ModuleSource(old))
         running = [asyncio.create_task(client.generate(sampling(prompt, 340, temperature=0.6))) for _ in range(4)]
         assert_pure(await client.generate(body), prompt, str(before), old)
-        await client.pause(publisher_kv_cache)
+        await client.pause()
         queued = [asyncio.create_task(client.generate(body)) for _ in range(8)]
         # The requests reach the scheduler's queue before the update starts, or the test would show less.
         await asyncio.sleep(0.5)
@@ -247,7 +247,6 @@ def test_w3_requests_that_start_after_an_update_match_the_new_weights(tiny_serve
         spans = [answer["choices"][0]["weight_versions"] for answer in await asyncio.gather(*running)]
         return all([span["version"] for span in own] == [str(before), str(after)] for own in spans)
 
-    publisher_kv_cache: Any = kv_cache
     versions = itertools.count(41)
     with connect(tiny_server, kv_cache=kv_cache) as publisher:
         # A test process that was held up finds the requests done: that shows nothing, so it is tried again.
