@@ -6,15 +6,18 @@ Imported only once the environment is set (`main.prepare_environment`): vLLM rea
 from __future__ import annotations
 
 import argparse
+import os
+import signal
 
 import uvloop
 from vllm.config import VllmConfig
-from vllm.entrypoints.launchers.api_server.entry import run_server
+from vllm.entrypoints.launchers.api_server.entry import run_server_worker
 from vllm.entrypoints.launchers.cli_args import make_arg_parser, validate_parsed_serve_args
-from vllm.entrypoints.serve.utils.api_utils import cli_env_setup
+from vllm.entrypoints.launchers.launcher import setup_server
 from vllm.model_executor.models.config import MambaModelConfig
 from vllm.platforms import current_platform
 from vllm.utils.argparse_utils import FlexibleArgumentParser
+from vllm.utils.system_utils import decorate_logs
 
 from pipelinerl.inference.auth import App, Receive, Scope, Send, TokenMiddleware
 from pipelinerl.inference.engine_update import UpdateRoute
@@ -22,6 +25,9 @@ from pipelinerl.inference.fast_output import FastRoute
 
 #: Longest wait for open requests when the server ends. After the death of a worker some never end by themselves.
 _GRACE_S = 5
+#: How vLLM starts the processes of an engine.
+_START_METHOD = "VLLM_WORKER_MULTIPROC_METHOD"
+_BINDING = "VLLM_CPU_OMP_THREADS_BIND"
 
 
 def parser_of_vllm() -> argparse.ArgumentParser:
@@ -40,12 +46,48 @@ def option_names() -> set[str]:
 
 def run(argv: list[str]) -> None:
     """Serve until a signal ends this process."""
-    cli_env_setup()  # type: ignore[no-untyped-call]
     serve_hybrids_whole_prompts()
     args = parser_of_vllm().parse_args(argv)
+    fork_engine(args)
     rotate_by_torch(args.compilation_config.custom_ops)
     validate_parsed_serve_args(args)
-    uvloop.run(run_server(args, timeout_graceful_shutdown=_GRACE_S))
+    uvloop.run(_serve(args))
+
+
+async def _serve(args: argparse.Namespace) -> None:
+    """vLLM's `run_server`, but forked processes do not get what belongs to this one: the port, and its signals."""
+    decorate_logs("APIServer")  # type: ignore[no-untyped-call]
+
+    def interrupt(*_: object) -> None:
+        raise KeyboardInterrupt("terminated")
+
+    signal.signal(signal.SIGTERM, interrupt)  # until the HTTP server has its own
+    address, listener = setup_server(args, reuse_port=False)  # type: ignore[no-untyped-call]
+
+    def leave_to_parent() -> None:
+        signal.set_wakeup_fd(-1)
+        listener.close()
+
+    os.register_at_fork(after_in_child=leave_to_parent)
+    await run_server_worker(address, listener, args, timeout_graceful_shutdown=_GRACE_S)  # type: ignore[no-untyped-call]
+
+
+def fork_engine(args: argparse.Namespace) -> None:
+    """Have vLLM fork the engine and its workers, unless the user chose otherwise or they need a new interpreter.
+
+    Each would import vLLM again, which takes most of the time until a small model is served. Nothing may have used
+    CUDA or a pool of threads before: vLLM checks the first, and its frontend does not compute.
+
+    Args:
+        args: vLLM's options; `numa_bind` is what counts.
+    """
+    if _START_METHOD not in os.environ:
+        # vLLM binds memory and threads by a new process's command line and environment.
+        is_bound = args.numa_bind or (current_platform.is_cpu() and os.environ.get(_BINDING) != "nobind")
+        can_fork = current_platform.is_cpu() or current_platform.is_cuda()
+        os.environ[_START_METHOD] = "fork" if can_fork and not is_bound else "spawn"
+    if current_platform.is_cpu() and os.environ[_START_METHOD] == "fork":
+        keep_start_method()
 
 
 class ServerMiddleware:
@@ -59,6 +101,18 @@ class ServerMiddleware:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         await self._app(scope, receive, send)
+
+
+def keep_start_method() -> None:
+    """Undo that vLLM sets `spawn` whenever it checks a configuration on a CPU."""
+    check = current_platform.check_and_update_config
+
+    def check_and_update_config(vllm_config: VllmConfig) -> None:
+        chosen = os.environ[_START_METHOD]
+        check(vllm_config)
+        os.environ[_START_METHOD] = chosen
+
+    type(current_platform).check_and_update_config = staticmethod(check_and_update_config)  # type: ignore[method-assign, assignment]
 
 
 def serve_hybrids_whole_prompts() -> None:

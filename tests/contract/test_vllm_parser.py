@@ -13,9 +13,17 @@ pytest.importorskip("vllm")
 from vllm.config import VllmConfig, set_current_vllm_config
 from vllm.model_executor.layers.rotary_embedding.base import RotaryEmbedding
 from vllm.model_executor.models.config import HybridAttentionMambaModelConfig, MambaModelConfig
+from vllm.platforms import current_platform
+from vllm.utils.system_utils import get_mp_context
 
 from pipelinerl.inference.arguments import VLLM_OPTIONS, ServerSettings, check_names, server_arguments
-from pipelinerl.inference.server import option_names, parser_of_vllm, rotate_by_torch, serve_hybrids_whole_prompts
+from pipelinerl.inference.server import (
+    fork_engine,
+    option_names,
+    parser_of_vllm,
+    rotate_by_torch,
+    serve_hybrids_whole_prompts,
+)
 
 
 def options(**kwargs: object) -> list[str]:
@@ -59,6 +67,36 @@ def test_shortened_names_do_not_get_past_the_checks(
     with pytest.raises(SystemExit):
         parser.parse_args(argv)
     assert f"unrecognized arguments: --{name}" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("kwargs", "environ", "expected"),
+    [
+        ({}, {"BIND": "nobind"}, "fork"),
+        ({}, {"BIND": "0-1"}, "spawn"),
+        ({}, {}, "spawn"),
+        ({"numa-bind": ""}, {"BIND": "nobind"}, "spawn"),
+        ({}, {"BIND": "nobind", "METHOD": "spawn"}, "spawn"),
+    ],
+)
+def test_the_engine_is_forked_where_it_can_be(
+    kwargs: dict[str, str],
+    environ: dict[str, str],
+    expected: str,
+    parser: argparse.ArgumentParser,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """On a CPU. vLLM sets `spawn` whenever it checks a configuration."""
+    for short, name in (("BIND", "VLLM_CPU_OMP_THREADS_BIND"), ("METHOD", "VLLM_WORKER_MULTIPROC_METHOD")):
+        monkeypatch.setenv(name, "")  # restored in the end, whatever is set between
+        monkeypatch.delenv(name)
+        if short in environ:
+            monkeypatch.setenv(name, environ[short])
+    kind = type(current_platform)
+    monkeypatch.setattr(kind, "check_and_update_config", kind.check_and_update_config)
+    fork_engine(parser.parse_args(options(vllm_kwargs=kwargs)))
+    VllmConfig()
+    assert get_mp_context().get_start_method() == expected
 
 
 @pytest.mark.parametrize(("in_chunks", "keeps_cache"), [(True, True), (False, False)])

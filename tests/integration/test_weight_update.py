@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import aiohttp
+import psutil
 import pytest
 import torch
 from fakes.limits import PROCESS_LIMIT_S
@@ -298,3 +299,15 @@ def test_w4_no_route_but_health_opens_without_the_token(tiny_server: VLLMProcess
                     assert response.status == (200 if path == "/health" else 401), (method, path)
 
     asyncio.run(run())
+
+
+def test_forked_processes_leave_the_port_to_the_server(tiny_server: VLLMProcess) -> None:
+    """One that outlives its server would keep the next one from listening there."""
+
+    def listens(process: psutil.Process) -> bool:
+        return any(each.laddr.port == tiny_server.port for each in process.net_connections() if each.status == "LISTEN")
+
+    server = psutil.Process(tiny_server.pid)
+    below = server.children(recursive=True)
+    assert any("EngineCore" in " ".join(process.cmdline()) for process in below)
+    assert [process.pid for process in (server, *below) if listens(process)] == [server.pid]
