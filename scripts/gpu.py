@@ -62,10 +62,7 @@ def measurements(model: str, out: Path) -> dict[str, Measurement]:
     runs = "scripts/benchmark_runs.py"
     load = "--device cuda --samples-per-step 256 --mean-tokens 128 --concurrency 256"
     league = f"scripts/league.py --model {shlex.quote(model)}"
-    turns = (
-        "world.placement=colocated schedule=conventional steps_per_generation=1 max_lag=null "
-        "vllm_config.vllm_kwargs.gpu-memory-utilization=0.5"
-    )
+    turns = "world.placement=colocated schedule=conventional max_lag=null"
     lora = "finetune.lora.enabled=true finetune.gradient_checkpointing=true"
     for count in (1, 2):
         add(f"tests-{count}", f"-m pytest -v -rA --junitxml {here}/tests-{count}.xml tests/gpu")

@@ -2,7 +2,7 @@
 
     python scripts/league.py --model HuggingFaceTB/SmolLM2-135M-Instruct --out results/league --write-docs
     python scripts/league.py --rehearse --out results/league      # 3 steps of a tiny model on a CPU: both code paths
-    CUDA_VISIBLE_DEVICES=0 python scripts/league.py ... -- world.placement=colocated schedule=conventional
+    CUDA_VISIBLE_DEVICES=0 python scripts/league.py ... -- world.placement=colocated schedule=conventional max_lag=null
 
 On one GPU TRL is colocated with its vLLM engine; where two or more are visible, the first two are used, and TRL runs
 its asynchronous trainer. Seeds are the outer loop. Every run has a folder in `--out`; `league.json` there has all

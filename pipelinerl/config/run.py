@@ -82,6 +82,8 @@ _POOLS = {
     "preprocessor_llm": ("preprocessor_fraction", "num_preprocessor_llms", "preprocessor_gpus"),
     "finetune": ("finetune_fraction", "num_finetune_ranks", "finetune_gpus"),
 }
+#: Part of a GPU's memory for a server that shares it with a rank, unless more is known of both.
+BESIDE_A_RANK = 0.5
 #: Evaluation samples like training unless it is told otherwise.
 LIKE_TRAINING = ("max_tokens", "temperature", "stop")
 
@@ -211,6 +213,15 @@ class RunConfig(FlatSection):
         if isinstance(self.pacing, ConventionalSchedule):
             return None
         return 2 * self.finetune.samples_per_step if self.pacing.max_lag == "auto" else self.pacing.max_lag
+
+    @property
+    def gpu_memory_share(self) -> float:
+        """Part of a GPU's memory that a server may use: `gpu-memory-utilization`, by default 0.9, or
+        `BESIDE_A_RANK` where it takes turns with one."""
+        share = self.vllm_config.option("gpu-memory-utilization")[1]
+        if isinstance(share, int | float):
+            return float(share)
+        return BESIDE_A_RANK if self.world.placement == "colocated" else 0.9
 
     @property
     def adaptive_lag(self) -> bool:

@@ -16,6 +16,7 @@ import sys
 from collections.abc import Mapping, MutableMapping, Sequence
 from dataclasses import replace
 
+from pipelinerl.config import RunConfig
 from pipelinerl.config.finetune import LoraConfig
 from pipelinerl.errors import EXIT_USER_ERROR, ConfigError, UserError
 from pipelinerl.inference.arguments import (
@@ -59,7 +60,7 @@ def settings_of_job(context: RoleContext) -> ServerSettings:
         host=job.host,
         port=job.port,
         on_cpu=on_cpu,
-        vllm_kwargs=_with_memory(config.vllm_config.vllm_kwargs, job),
+        vllm_kwargs=config.vllm_config.vllm_kwargs if on_cpu else _with_memory(config, job),
         seed=config.seed + job.idx,
         dtype="float32" if on_cpu else None,
         fp32_head=config.fp32_lm_head,
@@ -70,12 +71,13 @@ def settings_of_job(context: RoleContext) -> ServerSettings:
     )
 
 
-def _with_memory(vllm_kwargs: Mapping[str, object], job: Job) -> Mapping[str, object]:
-    """The options, with what the plan gives a server that shares its GPU."""
-    planned = {"kv-cache-memory-bytes": job.cache_bytes, "gpu-memory-utilization": job.memory_share}
-    if job.cache_bytes is None:
-        return vllm_kwargs
-    return {key: value for key, value in vllm_kwargs.items() if key.replace("_", "-") not in planned} | planned
+def _with_memory(config: RunConfig, job: Job) -> Mapping[str, object]:
+    """vLLM's options, with the memory that this server may use of its GPU."""
+    planned: dict[str, object] = {"gpu-memory-utilization": job.memory_share or config.gpu_memory_share}
+    if job.cache_bytes is not None:
+        planned["kv-cache-memory-bytes"] = job.cache_bytes
+    given = config.vllm_config.vllm_kwargs
+    return {key: value for key, value in given.items() if key.lstrip("-").replace("_", "-") not in planned} | planned
 
 
 def adapter_room(lora: LoraConfig) -> AdapterRoom | None:

@@ -55,8 +55,6 @@ _SERVER_PROCESSES = 2.9 * GIB
 _ZERO3_LIVE = 10**9
 #: DeepSpeed's default of `sub_group_size`.
 ZERO3_SUB_GROUP = 10**9
-#: vLLM's default of `gpu-memory-utilization`.
-_DEFAULT_SHARE = 0.9
 _FP32_NAMES = ("float32", "float")
 
 
@@ -472,7 +470,6 @@ def server_setup(config: RunConfig, shape: ModelShape, on_cpu: bool) -> ServerSe
     """The record of a server on one card, with the cache that the user chose."""
     vllm = config.vllm_config
     named = str(vllm.option("dtype")[1] or ("float32" if on_cpu else "auto")).lower()
-    share = vllm.option("gpu-memory-utilization")[1]
     offloaded = vllm.option("cpu-offload-gb")[1]
     kv_dtype = str(vllm.option("kv-cache-dtype")[1] or "auto")
     weight_bytes: float = 4 if named in _FP32_NAMES else 2
@@ -483,7 +480,7 @@ def server_setup(config: RunConfig, shape: ModelShape, on_cpu: bool) -> ServerSe
         weight_bytes=weight_bytes,
         kv_bytes=1 if "fp8" in kv_dtype else max(weight_bytes, 2),
         fp32_head=config.fp32_lm_head,
-        share=float(share) if isinstance(share, int | float) else _DEFAULT_SHARE,
+        share=config.gpu_memory_share,
         cache_bytes=vllm.cpu_kv_cache_gib * GIB if on_cpu else vllm.number("kv-cache-memory-bytes"),
         offloaded_bytes=offloaded * GIB if isinstance(offloaded, int | float) and not on_cpu else 0,
         max_tokens=vllm.number("max-model-len") or shape.context or config.finetune.seq_length,

@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 
 import msgspec
 
-from pipelinerl.config import RunConfig
+from pipelinerl.config.run import BESIDE_A_RANK, RunConfig
 from pipelinerl.errors import ConfigError
 from pipelinerl.world.cluster import Cluster
 from pipelinerl.world.forecast import least_memory, least_of_server, server_setup, trainer_memory, trainer_setup
@@ -159,7 +159,7 @@ def with_memory(config: RunConfig, jobs: list[Job], needs: Needs | None) -> tupl
         The jobs, and what may not fit.
 
     Raises:
-        ConfigError: there is no room for them, or it is not known how much there is.
+        ConfigError: there is no room for them, or it is not known how much several servers have.
     """
     kinds = {"actor_llm": "server", "preprocessor_llm": "server", "finetune": "rank"}
     users = Counter((kinds[job.kind], job.node_rank, gpu) for job in jobs if job.kind in kinds for gpu in job.gpus)
@@ -177,7 +177,9 @@ def with_memory(config: RunConfig, jobs: list[Job], needs: Needs | None) -> tupl
         if all(gpu == (1, False) for gpu in gpus) or (needs is None and is_set):
             return job
         if needs is None:
-            raise _unknown_room(job)
+            if any(servers > 1 for servers, _ in gpus):
+                raise _unknown_room(job)
+            return msgspec.structs.replace(job, memory_share=BESIDE_A_RANK)
         own = needs.on_each_of(len(gpus))
         cache, (servers, with_rank) = min((own.cache_of(*gpu), gpu) for gpu in gpus)
         if own.cache is None and cache < own.sequence:

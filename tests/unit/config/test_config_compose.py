@@ -117,7 +117,7 @@ def test_overrides_in_each_form() -> None:
         "+finetune.learning_rate=2e-5",
         "++max_lag=0",
         "vllm_config.vllm_kwargs.enforce-eager=''",
-        "~vllm_config.vllm_kwargs.gpu-memory-utilization",
+        "~vllm_config.vllm_kwargs.dtype",
         "train_dataset_names=[a,{name: b, split: c}]",
         "llm.parameters.stop=['</answer>']",
         "llm.parameters.temperature=0.7",
@@ -130,7 +130,7 @@ def test_overrides_in_each_form() -> None:
     )
     assert (config.seed, config.finetune.learning_rate, config.max_lag) == (7, 2e-5, 0)
     assert config.vllm_config.vllm_kwargs["enforce-eager"] == ""
-    assert "gpu-memory-utilization" not in config.vllm_config.vllm_kwargs
+    assert "dtype" not in config.vllm_config.vllm_kwargs
     assert config.train_dataset_names == ["a", {"name": "b", "split": "c"}]
     assert config.llm.parameters.stop == config.test_llm.parameters.stop == ["</answer>"]
     assert config.test_llm.parameters.temperature == config.sampling_temperature == 0.7

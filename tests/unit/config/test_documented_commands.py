@@ -14,6 +14,7 @@ from unittest.mock import patch
 
 import pytest
 import yaml
+from fakes.decoder_shape import decoder_shape
 from fakes.model_folder import save_adapter_folder
 
 from pipelinerl.__main__ import main
@@ -206,8 +207,10 @@ def test_a_recipe_takes_the_cards_that_it_says(name: str, tmp_path: Path, monkey
     assert composed.config is not None and composed.notes == []
     servers, ranks = SPLITS.get(name, SPLITS["eight" if "gsm8k" not in RECIPES[name] else "one"])
     num_gpus = 1 + max(int(gpu) for gpu in (*servers[-1], *ranks))
-    cluster = Cluster((ClusterNode("h", tuple(map(str, range(num_gpus))), 64),))
-    world = build_world_map(composed.config, cluster)
+    cluster = Cluster((ClusterNode("h", tuple(map(str, range(num_gpus))), 64, gpu_bytes=141 * 10**9),))
+    # What shares a GPU with the trainer has to be known.
+    small = decoder_shape(494_032_768, 24, 2, 64, 32768) if num_gpus <= 2 else None
+    world = build_world_map(composed.config, cluster, model=small)
     assert [job.gpus for job in world.jobs_of("actor_llm")] == servers
     assert [gpu for job in world.jobs_of("finetune") for gpu in job.gpus] == ranks
 

@@ -247,16 +247,25 @@ def test_a_gpu_server_can_sleep_if_it_shares_its_gpu(placement: str) -> None:
     assert ("--enable-sleep-mode" in server_arguments(settings)[0]) == settings.can_sleep
 
 
-@pytest.mark.parametrize("key", ["gpu-memory-utilization", "gpu_memory_utilization"])
+@pytest.mark.parametrize(
+    ("device", "placement", "share"),
+    [("cuda", "disaggregated", 0.9), ("cuda", "colocated", 0.5), ("cpu", "disaggregated", None)],
+)
+def test_a_server_leaves_room_for_a_rank_on_its_gpu(device: str, placement: str, share: float | None) -> None:
+    settings = settings_of_job(context(device, world={"placement": placement}))
+    assert settings.vllm_kwargs.get("gpu-memory-utilization") == share
+
+
+@pytest.mark.parametrize("key", ["gpu-memory-utilization", "gpu_memory_utilization", "--gpu-memory-utilization"])
 def test_a_server_that_shares_its_gpu_has_what_the_plan_gives_it(key: str) -> None:
-    given = context("cuda", vllm_config={"vllm_kwargs": {key: 0.9, "max_model_len": 512}})
-    assert settings_of_job(given).vllm_kwargs == {key: 0.9, "max_model_len": 512}
+    given = context("cuda", vllm_config={"vllm_kwargs": {key: 0.8, "max_model_len": 512}})
+    assert settings_of_job(given).vllm_kwargs == {"gpu-memory-utilization": 0.8, "max_model_len": 512}
     given.job = replace(given.job, cache_bytes=2**30, memory_share=0.05)
     argv, _ = server_arguments(settings_of_job(given))
     assert [argv[argv.index(f"--{name}") + 1] for name in ("kv-cache-memory-bytes", "gpu-memory-utilization")] == [
         *(str(2**30), "0.05")
     ]
-    assert not {"--gpu_memory_utilization", "0.9"} & set(argv)
+    assert not {"--gpu_memory_utilization", "0.8"} & set(argv)
 
 
 @pytest.mark.parametrize(

@@ -157,10 +157,7 @@ ROWS: dict[str, tuple[dict[str, Any], str]] = {
     "1 GPU, few cores": ({"gpus": 1, **H200, "model": SMALL, "cores": 8}, "0 0 /  / 0"),
     "1 GPU, one server": ({"gpus": 1, **H200, "model": SMALL, "servers_per_gpu": 1}, "0 /  / 0"),
     "1 GPU, a count of servers": ({"gpus": 1, **H200, "model": SMALL, "num_actor_llms": 2}, "0 0 /  / 0"),
-    "1 GPU, alternating": (
-        {"gpus": 1, **H200, "model": SMALL, "placement": "colocated", "vllm_kwargs": {"gpu-memory-utilization": 0.5}},
-        "0 0 0 0 /  / 0",
-    ),
+    "1 GPU, alternating": ({"gpus": 1, **H200, "model": SMALL, "placement": "colocated"}, "0 0 0 0 /  / 0"),
     "2 GPUs, a small model": ({"gpus": 2, **H200, "model": SMALL}, "0 0 0 0 /  / 1"),
     "2 GPUs, a large model": ({"gpus": 2, **H200, "model": LARGE}, "0 /  / 1"),
     "2 GPUs, a count of servers": ({"gpus": 2, **H200, "model": SMALL, "num_actor_llms": 1}, "0 /  / 1"),
@@ -318,7 +315,10 @@ IMPOSSIBLE: dict[str, tuple[dict[str, Any], str, tuple[str, ...]]] = {
         {"gpus": 1, **H200, "model": SMALL, "vllm_kwargs": {"tensor-parallel-size": 2}},
         *("world", ("2 for 1", "parallel size to 1")),
     ),
-    "one GPU of unknown size": ({"gpus": 1, "model": SMALL}, CACHE, ("GPU 0",)),
+    "several servers on a GPU of unknown size": (
+        {"gpus": 1, "model": SMALL, "servers_per_gpu": 2, "num_actor_llms": 2},
+        *(CACHE, ("GPU 0",)),
+    ),
     "one GPU, a trainer that fills it": (
         {"gpus": 1, "gpu_gib": 80, "cores": 16, "model": LARGE},
         *("world.servers_per_gpu", ("85.9 GB", "122.7 GB", "15.2 GB")),
@@ -420,6 +420,13 @@ def test_servers_that_share_a_gpu_have_a_fixed_cache() -> None:
     assert [(job.cache_bytes, job.memory_share) for job in alone.jobs] == [(None, None)] * 4
     chosen = plan(gpus=1, **small | {"vllm_kwargs": {"kv_cache_memory_bytes": GIB, "gpu-memory-utilization": 0.3}})
     assert {(job.cache_bytes, job.memory_share) for job in chosen.jobs_of("actor_llm")} == {(GIB, 0.0304)}
+
+
+def test_a_server_of_unknown_size_leaves_half_of_its_gpu_to_a_rank() -> None:
+    (server,) = plan(gpus=1).jobs_of("actor_llm")
+    assert (server.cache_bytes, server.memory_share) == (None, 0.5)
+    (chosen,) = plan(gpus=1, vllm_kwargs={"gpu-memory-utilization": 0.7}).jobs_of("actor_llm")
+    assert chosen.memory_share is None
 
 
 def test_each_gpu_of_a_list_is_divided_among_its_own_servers() -> None:
