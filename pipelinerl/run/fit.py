@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from itertools import groupby
 
 from pipelinerl.config import RunConfig
-from pipelinerl.config.run import ConventionalSchedule
+from pipelinerl.config.schedule import rounds_of
 from pipelinerl.errors import ConfigError
 from pipelinerl.rl.packing import expected_computed_tokens
 from pipelinerl.world import Cluster, WorldMap, cards_of, memory_of_machine
@@ -145,12 +145,13 @@ def _layout(config: RunConfig, world: WorldMap) -> Layout:
     users = Counter((job.node_rank, gpu) for job in servers for gpu in job.gpus)
     ranks = {(job.node_rank, gpu) for job in world.jobs_of("finetune") for gpu in job.gpus}
     most = 2.0 if config.max_lag is None else config.max_lag / config.finetune.samples_per_step
-    takes_turns = isinstance(config.pacing, ConventionalSchedule) or config.max_lag == 0
+    rounds = rounds_of(config)
     return Layout(
         servers=len(servers),
         on_card=max(users.values(), default=1),
         shared=any(place in ranks for place in users),
-        turns=takes_turns,
+        turns=rounds is not None or config.max_lag == 0,
+        round_steps=1 if rounds is None else rounds.steps,
         mps=config.world.mps and world.device == "cuda",
         ahead=1 + (min(most, 1.0) if config.adaptive_lag else most),
         most_ahead=1 + most,

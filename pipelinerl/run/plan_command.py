@@ -41,7 +41,7 @@ from pipelinerl.world import (
     usable_cores,
 )
 from pipelinerl.world.forecast import GIB, trainer_memory
-from pipelinerl.world.rates import CARDS, Machine, card_kind, card_machine, cpu_machine
+from pipelinerl.world.rates import CARDS, Machine, card_kind, card_machine, cpu_machine, micro_batches_of
 
 #: The first steps compile kernels and wait for the first samples.
 _WARM_UP_STEPS = 2
@@ -202,9 +202,9 @@ def _compared(forecast: RunForecast) -> list[tuple[str, float, str]]:
     assert trainer is not None
     memory = trainer_memory(trainer)
     rows = [
-        ("peak memory of tensors, GiB", memory.tensors / GIB, "finetune/gpu_memory_peak_gib"),
-        ("peak memory with reserve, GiB", memory.total / GIB, "finetune/gpu_memory_reserved_peak_gib"),
-        ("peak memory of a rank, GiB", memory.total / GIB, "finetune/memory_peak_gib"),
+        ("peak of tensors (full packs), GiB", memory.tensors / GIB, "finetune/gpu_memory_peak_gib"),
+        ("peak with reserve (full packs), GiB", memory.total / GIB, "finetune/gpu_memory_reserved_peak_gib"),
+        ("peak of a rank (full packs), GiB", memory.total / GIB, "finetune/memory_peak_gib"),
     ]
     if step is not None:
         rows += [
@@ -246,7 +246,8 @@ def changes(forecast: RunForecast, seen: Mapping[str, float]) -> list[str]:
                 )
         longer = 2 * tuned.seq_length
         total = trainer_memory(replace(trainer, pack_tokens=longer)).total
-        if tuned.seq_packing and total < 0.9 * room * GIB:
+        fits = total < 0.9 * room * GIB
+        if tuned.seq_packing and fits and micro_batches_of(trainer, forecast.work) > 1:
             lines.append(
                 f"change: finetune.seq_length={longer} fits ({total / GIB:.1f} of {room:.1f} GiB): fewer, larger packs"
             )

@@ -86,6 +86,9 @@ _TRAINER_SLOWED, _SERVERS_SLOWED = 0.63, 0.3
 _TRAINER_SLOWED_MPS, _SERVERS_SLOWED_MPS = 0.02, 0.0
 #: A weight update of the trainer: at least, and bytes per second (0.135 to 7 B; IPC and NCCL on one host).
 _UPDATE_S, _UPDATE_BANDWIDTH = 0.035, 100e9
+#: Where servers and trainer alternate (135 M, 512 short answers on one and two H200): a server's API process for each
+#: request, which no work of the engine hides then; a round's first requests and last answers; sleeping and waking.
+_REQUEST_S, _ROUND_S, _CHANGEOVER_S = 1.0e-3, 0.15, 0.12
 #: Of the samples that may be in flight beyond the batch in training, those that are being sampled while servers are the
 #: slower side: the others are ready, or wait for the rest of their group (groups of 8 uneven answers, four servers).
 _RUNNING_SHARE = 0.55
@@ -145,6 +148,16 @@ class Work:
     def tokens(self) -> float:
         return self.samples * self.length
 
+    @property
+    def computed(self) -> float:
+        return self.samples * (self.length if self.computed_tokens is None else self.computed_tokens)
+
+
+def micro_batches_of(setup: TrainerSetup, work: Work) -> int:
+    """Micro-batches of each rank in a step, if its rows are full."""
+    in_rows = work.computed + setup.shared_room * (work.tokens - work.computed)
+    return max(1, math.ceil(in_rows / setup.ranks / max(setup.pack_tokens, 1)))
+
 
 def train_seconds(setup: TrainerSetup, work: Work, machine: Machine) -> float:
     """Seconds of the trainer's part of a step: micro-batches and optimizer, on `setup.ranks` ranks."""
@@ -154,11 +167,9 @@ def train_seconds(setup: TrainerSetup, work: Work, machine: Machine) -> float:
     attention = 2 * shape.layers * shape.heads * shape.head_dim * work.length  # causal: half of 4
     # The head computes its logits once more in the backward pass, for tokens that were sampled.
     head = (6 if is_lora else 8) * shape.embedding * work.output_tokens / max(work.length, 1)
-    tokens = work.tokens / setup.ranks
-    computed = tokens if work.computed_tokens is None else work.samples * work.computed_tokens / setup.ranks
+    tokens, computed = work.tokens / setup.ranks, work.computed / setup.ranks
     flops = computed * passes * 2 * shape.active_matrices + tokens * (passes * attention + head)
-    in_rows = computed + setup.shared_room * (tokens - computed)
-    micro_batches = max(1, math.ceil(in_rows / max(setup.pack_tokens, 1)))
+    micro_batches = micro_batches_of(setup, work)
     if machine.on_cpu:
         return flops / machine.flops + _OPTIMIZER_BYTES * setup.trained / machine.bandwidth
     slower = {"bf16": 1.0, "tf32": 2.0, "fp32": 15.0}[setup.products]
@@ -240,7 +251,7 @@ class Layout:
 
     Attributes:
         servers: in all; `on_card` of them on each of their cards, next to the trainer if `shared`.
-        turns: servers and trainer alternate.
+        turns: servers and trainer alternate, each time after `round_steps` steps.
         mps: processes that share a card compute at the same time.
         ahead: batches under way at most while the trainer is the slower side, the one in training included.
         most_ahead: the same while the servers are.
@@ -250,6 +261,7 @@ class Layout:
     on_card: int = 1
     shared: bool = False
     turns: bool = False
+    round_steps: int = 1
     mps: bool = False
     ahead: float = 2.0
     most_ahead: float = 3.0
@@ -266,8 +278,9 @@ def step_forecast(
     """
     train_s = train_seconds(trainer, work, machine)
     running = _RUNNING_SHARE * (layout.most_ahead - 1) * work.samples / layout.servers
-    if not layout.turns:
-        work = replace(work, concurrency=max(1, min(work.concurrency, round(running))))
+    if layout.turns:
+        running = work.samples * layout.round_steps / layout.servers
+    work = replace(work, concurrency=max(1, min(work.concurrency, round(running))))
     rate = layout.servers * server_rate(server, work, machine, layout.on_card)
     if layout.shared and not layout.turns:
         others = layout.on_card - 1
@@ -275,6 +288,9 @@ def step_forecast(
         train_s *= 1 + (_TRAINER_SLOWED_MPS if layout.mps else _TRAINER_SLOWED) * others
     generate_s = work.samples * work.output_tokens / max(rate, 1e-9)
     update_s = _UPDATE_S + trainer.shape.parameters * trainer.served_bytes / _UPDATE_BANDWIDTH
+    if layout.turns:
+        generate_s += work.samples / layout.servers * _REQUEST_S + _ROUND_S / layout.round_steps
+        update_s = (update_s + _CHANGEOVER_S * (layout.shared and not machine.on_cpu)) / layout.round_steps
     step_s = generate_s + train_s + update_s if layout.turns else max(generate_s, train_s + update_s)
     in_progress = min(layout.servers * work.concurrency / max(work.samples, 1), layout.ahead)
     lag = in_progress / 2 + 0.5 if generate_s > train_s else max(0.0, layout.ahead - 1)

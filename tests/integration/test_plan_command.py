@@ -123,9 +123,14 @@ def test_a_record_against_its_forecast(tmp_path: Path, model: Path, capsys: pyte
     assert main(["--from", str(files.root), "--card=h100"]) == 0
     printed = capsys.readouterr().out
     assert "64 samples of 200 + 300 tokens" in printed
-    assert "peak memory of tensors" in printed and "25.00" in printed
+    assert "25.00" in printed
     assert "waited 50%" in printed
+    assert "finetune.seq_length=24000" in printed  # 32,000 tokens are several packs
     assert "finetune.gradient_checkpointing=false" not in printed  # 12,000 tokens of 7 B do not fit without
+    step |= {"finetune/tokens": 64 * 5, "finetune/output_tokens": 64 * 3}
+    files.metrics_file.write_text(f"{json.dumps(step)}\n" * 5)
+    assert main(["--from", str(files.root), "--card=h100"]) == 0
+    assert "finetune.seq_length" not in capsys.readouterr().out  # one pack holds them all
     with pytest.raises(ConfigError):
         main(["--from", str(tmp_path), "--card=h100"])
 

@@ -9,7 +9,7 @@ import pytest
 
 from pipelinerl.world.forecast import GIB, ServerSetup, TrainerSetup, trainer_memory
 from pipelinerl.world.model_shape import ModelShape, shape_of
-from pipelinerl.world.rates import Work, card_machine, server_rate, train_seconds
+from pipelinerl.world.rates import Layout, Work, card_machine, server_rate, step_forecast, train_seconds
 
 #: family, hidden, intermediate, layers, heads, key-value heads, vocabulary, tied
 SHAPES = {
@@ -82,6 +82,21 @@ def test_time_of_a_measured_step_with_shared_prefixes() -> None:
     setup = TrainerSetup(shape("llama-135m"), products="bf16", pack_tokens=32768, checkpointing=False)
     work = Work(512, 138, 9.3, 64, computed_tokens=6.7)
     assert train_seconds(setup, work, card_machine("NVIDIA H200")) == pytest.approx(0.169, rel=0.2)
+
+
+@pytest.mark.parametrize(
+    ("servers", "shared", "computed", "seconds"),
+    [(4, True, 6.7, 0.69), (4, False, None, 0.82), (1, False, None, 1.31)],
+    ids=["one GPU", "two GPUs", "two GPUs, one server"],
+)
+def test_time_of_a_step_in_turns(servers: int, shared: bool, computed: float | None, seconds: float) -> None:
+    """512 short answers to long prompts; the runs on two GPUs shared no prefixes."""
+    trainer = TrainerSetup(shape("llama-135m"), products="bf16", pack_tokens=32768, checkpointing=False, compiled=True)
+    server = ServerSetup(shape("llama-135m"), max_sequences=512)
+    layout = Layout(servers, on_card=servers, shared=shared, turns=True)
+    work = Work(512, 138, 9.3, 512, computed_tokens=computed)
+    found = step_forecast(trainer, server, layout, work, card_machine("NVIDIA H200"))
+    assert found.step_s == pytest.approx(seconds, rel=0.2)
 
 
 @pytest.mark.parametrize(
