@@ -61,7 +61,7 @@ def freeze_what_stays() -> None:
 
 @pytest.fixture(scope="session")
 def tiny_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[VLLMProcess]:
-    """The one real vLLM server of the suite (CPU, tied tiny Qwen2, prefix cache on), about 25 s to start.
+    """The one real vLLM server of the suite (CPU, tied tiny Qwen2, prefix cache on), about 11 s to start.
 
     A test that changes its weights starts by publishing known ones; nobody relies on what the last test left.
     """

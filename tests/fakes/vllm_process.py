@@ -18,7 +18,7 @@ from types import TracebackType
 
 from fakes.ports import free_port
 
-# About 25 s alone; a busy machine takes several times as long.
+# About 11 s alone; a busy machine takes several times as long.
 START_TIMEOUT_S = 600.0
 REPOSITORY = Path(__file__).resolve().parents[2]
 KWARGS = {"enforce-eager": "", "max_model_len": 512, "block_size": 32, "max_num_seqs": 64}
