@@ -14,6 +14,8 @@ from difflib import get_close_matches
 
 from pipelinerl.errors import ConfigError
 
+#: How vLLM starts the processes of a server, and to which cores it binds their threads on a CPU.
+START_METHOD_KEY, BINDING_KEY, UNBOUND = "VLLM_WORKER_MULTIPROC_METHOD", "VLLM_CPU_OMP_THREADS_BIND", "nobind"
 #: Name of our transfer engine inside the server (`inference.transfer`).
 ENGINE_NAME = "pipelinerl"
 #: Name under which every server offers its model.
@@ -208,6 +210,18 @@ def foreign_variables(environ: Mapping[str, str]) -> list[str]:
     """Variables of vLLM that a server of ours must not see: where it listens, who may call it and which model it serves
     is the run's decision. A Kubernetes service called `vllm` puts VLLM_PORT into every container of its namespace."""
     return sorted(name for name in environ if name.startswith("VLLM_") and not _OPERATORS.fullmatch(name))
+
+
+def start_method(environ: Mapping[str, str], on_cpu: bool, numa_bind: bool) -> str:
+    """How a server starts its engine and its workers: `fork`, unless the user chose otherwise or they need a new
+    interpreter, because vLLM binds memory and threads by a process's command line and environment.
+
+    Forked, they need not import vLLM again, which takes most of the time until a small model is served.
+    """
+    if chosen := environ.get(START_METHOD_KEY):
+        return chosen
+    is_bound = numa_bind or (on_cpu and environ.get(BINDING_KEY) != UNBOUND)
+    return "spawn" if is_bound else "fork"
 
 
 def _installed_version() -> str | None:

@@ -21,6 +21,8 @@ from pipelinerl.config.finetune import LoraConfig
 from pipelinerl.errors import EXIT_USER_ERROR, ConfigError, UserError
 from pipelinerl.inference.arguments import (
     ADAPTER_VARIABLE,
+    BINDING_KEY,
+    UNBOUND,
     AdapterRoom,
     ServerSettings,
     check_options,
@@ -105,7 +107,7 @@ def prepare_environment(environ: MutableMapping[str, str], settings: ServerSetti
         # vLLM takes whole GiB only.
         environ.setdefault("VLLM_CPU_KVCACHE_SPACE", str(max(1, math.ceil(cpu_kv_cache_gib))))
         # Pinned threads of several servers and the trainer would share one core of a small machine.
-        environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
+        environ.setdefault(BINDING_KEY, UNBOUND)
         if _is_eager(settings.vllm_kwargs):
             # Even then vLLM compiles the ranking of log-probs at the first request, which takes 10-20 s of two cores.
             environ.setdefault("TORCH_COMPILE_DISABLE", "1")

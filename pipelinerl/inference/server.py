@@ -19,15 +19,13 @@ from vllm.platforms import current_platform
 from vllm.utils.argparse_utils import FlexibleArgumentParser
 from vllm.utils.system_utils import decorate_logs
 
+from pipelinerl.inference.arguments import START_METHOD_KEY, start_method
 from pipelinerl.inference.auth import App, Receive, Scope, Send, TokenMiddleware
 from pipelinerl.inference.engine_update import UpdateRoute
 from pipelinerl.inference.fast_output import FastRoute
 
 #: Longest wait for open requests when the server ends. After the death of a worker some never end by themselves.
 _GRACE_S = 5
-#: How vLLM starts the processes of an engine.
-_START_METHOD = "VLLM_WORKER_MULTIPROC_METHOD"
-_BINDING = "VLLM_CPU_OMP_THREADS_BIND"
 
 
 def parser_of_vllm() -> argparse.ArgumentParser:
@@ -73,21 +71,18 @@ async def _serve(args: argparse.Namespace) -> None:
 
 
 def fork_engine(args: argparse.Namespace) -> None:
-    """Have vLLM fork the engine and its workers, unless the user chose otherwise or they need a new interpreter.
+    """Have vLLM fork its processes where that is possible.
 
-    Each would import vLLM again, which takes most of the time until a small model is served. Nothing may have used
-    CUDA or a pool of threads before: vLLM checks the first, and its frontend does not compute.
+    Nothing may have used CUDA or a pool of threads before: vLLM checks the first, and its frontend does not compute.
 
     Args:
         args: vLLM's options; `numa_bind` is what counts.
     """
-    if _START_METHOD not in os.environ:
-        # vLLM binds memory and threads by a new process's command line and environment.
-        is_bound = args.numa_bind or (current_platform.is_cpu() and os.environ.get(_BINDING) != "nobind")
-        can_fork = current_platform.is_cpu() or current_platform.is_cuda()
-        os.environ[_START_METHOD] = "fork" if can_fork and not is_bound else "spawn"
-    if current_platform.is_cpu() and os.environ[_START_METHOD] == "fork":
-        keep_start_method()
+    on_cpu = current_platform.is_cpu()
+    can_fork = on_cpu or current_platform.is_cuda()
+    os.environ[START_METHOD_KEY] = start_method(os.environ, on_cpu, args.numa_bind) if can_fork else "spawn"
+    if on_cpu and os.environ[START_METHOD_KEY] == "fork":
+        keep_processes()
 
 
 class ServerMiddleware:
@@ -103,14 +98,18 @@ class ServerMiddleware:
         await self._app(scope, receive, send)
 
 
-def keep_start_method() -> None:
-    """Undo that vLLM sets `spawn` whenever it checks a configuration on a CPU."""
+def keep_processes() -> None:
+    """Undo what vLLM does on a CPU whenever it checks a configuration, for the sake of bound threads: it sets `spawn`,
+    and gives a single worker a process of its own, for which the engine waits in a loop on another core."""
     check = current_platform.check_and_update_config
 
     def check_and_update_config(vllm_config: VllmConfig) -> None:
-        chosen = os.environ[_START_METHOD]
+        parallel = vllm_config.parallel_config
+        method, executor = os.environ[START_METHOD_KEY], parallel.distributed_executor_backend
         check(vllm_config)
-        os.environ[_START_METHOD] = chosen
+        os.environ[START_METHOD_KEY] = method
+        if executor == "uni":
+            parallel.distributed_executor_backend = executor
 
     type(current_platform).check_and_update_config = staticmethod(check_and_update_config)  # type: ignore[method-assign, assignment]
 

@@ -27,7 +27,14 @@ from pipelinerl.config.validate import missing_task
 from pipelinerl.domains.data_sets import preview
 from pipelinerl.domains.shapes import SHAPES
 from pipelinerl.errors import EXIT_USER_ERROR, ConfigError, DomainError, UserError
-from pipelinerl.inference.arguments import check_names, check_options, foreign_variables
+from pipelinerl.inference.arguments import (
+    BINDING_KEY,
+    UNBOUND,
+    check_names,
+    check_options,
+    foreign_variables,
+    start_method,
+)
 from pipelinerl.role import SECRET_KEYS
 from pipelinerl.run.fit import faults_of, forecast_run, lines_of, machine_here
 from pipelinerl.run.last_error import LogPart, last_error, user_error
@@ -269,8 +276,9 @@ def check_server_files(start: Start) -> list[str]:
     option = start.config.vllm_config.option("distributed-executor-backend")[1]
     sizes = [start.config.vllm_config.number(f"{kind}-parallel-size") or 1 for kind in ("tensor", "pipeline")]
     on_cpu = start.config.world.device == "cpu" or not start.cluster.num_gpus
-    if not SHARED_MEMORY.is_dir() or not (on_cpu or math.prod(sizes) > 1 or option == "mp"):
-        return []  # a server on one GPU is one process
+    has_own_worker = on_cpu and start_method({BINDING_KEY: UNBOUND, **start.environ}, on_cpu, False) != "fork"
+    if not SHARED_MEMORY.is_dir() or not (has_own_worker or math.prod(sizes) > 1 or option == "mp"):
+        return []  # the engine is the only worker
     if (free := shutil.disk_usage(SHARED_MEMORY).free) < _QUEUE_BYTES:
         remedy = "--shm-size=2g (Docker), a volume of medium Memory there (Kubernetes), or remove what fills it"
         expected = f"at least {_size(_QUEUE_BYTES)} free there, for the queues between a server's processes"

@@ -86,7 +86,7 @@ def test_the_engine_is_forked_where_it_can_be(
     parser: argparse.ArgumentParser,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """On a CPU. vLLM sets `spawn` whenever it checks a configuration."""
+    """On a CPU. vLLM sets `spawn` and a worker's own process whenever it checks a configuration."""
     for short, name in (("BIND", "VLLM_CPU_OMP_THREADS_BIND"), ("METHOD", "VLLM_WORKER_MULTIPROC_METHOD")):
         monkeypatch.setenv(name, "")  # restored in the end, whatever is set between
         monkeypatch.delenv(name)
@@ -95,8 +95,9 @@ def test_the_engine_is_forked_where_it_can_be(
     kind = type(current_platform)
     monkeypatch.setattr(kind, "check_and_update_config", kind.check_and_update_config)
     fork_engine(parser.parse_args(options(vllm_kwargs=kwargs)))
-    VllmConfig()
+    found = VllmConfig()
     assert get_mp_context().get_start_method() == expected
+    assert found.parallel_config.distributed_executor_backend == ("uni" if expected == "fork" else "mp")
 
 
 @pytest.mark.parametrize(("in_chunks", "keeps_cache"), [(True, True), (False, False)])

@@ -139,22 +139,30 @@ def test_x5_variables_that_processes_do_not_get_are_named_once() -> None:
 
 
 @pytest.mark.parametrize(
-    ("free_mib", "changes", "gpus", "is_refused"),
+    ("free_mib", "changes", "gpus", "environ", "is_refused"),
     [
-        (64, {}, (), True),  # Docker's default, CPU servers
-        (64, {"world": {"device": "cpu"}}, ("0",), True),
-        (64, {}, ("0",), False),  # one process
-        (64, {"vllm_config": {"vllm_kwargs": {"tensor-parallel-size": 2}}}, ("0", "1"), True),
-        (64, {"debug": {"mode": "finetune", "streams_from": "y"}}, (), False),
-        (242, {}, (), False),
+        (64, {}, (), {}, False),  # Docker's default; the engine is the only worker
+        (64, {}, ("0",), {}, False),
+        (64, {}, (), {"VLLM_CPU_OMP_THREADS_BIND": "0-1"}, True),
+        (64, {"world": {"device": "cpu"}}, ("0",), {"VLLM_WORKER_MULTIPROC_METHOD": "spawn"}, True),
+        (64, {}, ("0",), {"VLLM_WORKER_MULTIPROC_METHOD": "spawn"}, False),
+        (64, {"vllm_config": {"vllm_kwargs": {"tensor-parallel-size": 2}}}, ("0", "1"), {}, True),
+        (64, {"vllm_config": {"vllm_kwargs": {"tensor-parallel-size": 2}}}, (), {}, True),
+        (64, {"debug": {"mode": "finetune", "streams_from": "y"}}, (), {}, False),
+        (242, {"vllm_config": {"vllm_kwargs": {"tensor-parallel-size": 2}}}, (), {}, False),
     ],
 )
 def test_x6_too_little_shared_memory(
-    monkeypatch: pytest.MonkeyPatch, free_mib: int, changes: dict[str, Any], gpus: tuple[str, ...], is_refused: bool
+    monkeypatch: pytest.MonkeyPatch,
+    free_mib: int,
+    changes: dict[str, Any],
+    gpus: tuple[str, ...],
+    environ: dict[str, str],
+    is_refused: bool,
 ) -> None:
     monkeypatch.setattr("shutil.disk_usage", lambda path: SimpleNamespace(free=free_mib * 2**20))
     with pytest.raises(ConfigError) if is_refused else nullcontext() as caught:
-        assert preflight.check_server_files(start(changes, gpus=gpus)) == []
+        assert preflight.check_server_files(start(changes, gpus=gpus, **environ)) == []
     assert caught is None or (caught.value.key, caught.value.got) == ("/dev/shm", "67.1 MB free")
 
 
