@@ -16,6 +16,15 @@ _SUFFIXES = {
 _NUMBER = re.compile(r"[0-9]+([KMGT]|(\.[0-9]+)?[kmgt])?")
 
 
+def share_of(value: object) -> float | None:
+    """`value` or its text as a number above 0, at most 1; None if it is not one."""
+    try:
+        share = float(str(value))
+    except ValueError:
+        return None
+    return share if 0 < share <= 1 else None
+
+
 class VLLMConfig(Section):
     vllm_kwargs: dict[str, Any] = Field(default={}, description='options of vLLM without dashes; "": a bare flag')
     kv_cache: Literal["keep", "recompute"] = Field(

@@ -22,6 +22,7 @@ from pipelinerl.config.resources import (
     VLLMConfig,
     WandbConfig,
     WorldConfig,
+    share_of,
 )
 from pipelinerl.config.section import LARGEST_SEED, Choice, FlatSection, Section
 from pipelinerl.config.task import (
@@ -82,7 +83,7 @@ _POOLS = {
     "preprocessor_llm": ("preprocessor_fraction", "num_preprocessor_llms", "preprocessor_gpus"),
     "finetune": ("finetune_fraction", "num_finetune_ranks", "finetune_gpus"),
 }
-#: Part of a GPU's memory for a server that shares it with a rank, unless more is known of both.
+#: Part of a GPU's memory for a server that shares it with a rank, if they alternate or their sizes are not known.
 BESIDE_A_RANK = 0.5
 #: Evaluation samples like training unless it is told otherwise.
 LIKE_TRAINING = ("max_tokens", "temperature", "stop")
@@ -216,12 +217,10 @@ class RunConfig(FlatSection):
 
     @property
     def gpu_memory_share(self) -> float:
-        """Part of a GPU's memory that a server may use: `gpu-memory-utilization`, by default 0.9, or
-        `BESIDE_A_RANK` where it takes turns with one."""
-        share = self.vllm_config.option("gpu-memory-utilization")[1]
-        if isinstance(share, int | float):
-            return float(share)
-        return BESIDE_A_RANK if self.world.placement == "colocated" else 0.9
+        """Part of a GPU's memory that a server may use: `gpu-memory-utilization`. 0.9 by default, or `BESIDE_A_RANK`
+        with `world.placement=colocated`, where the trainer's weights stay on the GPU."""
+        default = BESIDE_A_RANK if self.world.placement == "colocated" else 0.9
+        return share_of(self.vllm_config.option("gpu-memory-utilization")[1]) or default
 
     @property
     def adaptive_lag(self) -> bool:

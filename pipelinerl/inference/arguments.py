@@ -12,6 +12,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from difflib import get_close_matches
 
+from pipelinerl.config.resources import share_of
 from pipelinerl.errors import ConfigError
 
 #: How vLLM starts the processes of a server, and to which cores it binds their threads on a CPU.
@@ -26,6 +27,7 @@ WORKER_EXTENSION_PATH = "pipelinerl.inference.worker_extension.WeightUpdateExten
 MIDDLEWARE_PATH = "pipelinerl.inference.server.ServerMiddleware"
 
 _OVERRIDES = "hf-overrides"
+_SHARE = "gpu-memory-utilization"
 _COMPILATION = "compilation-config"
 _GRAPH_MODE = "cudagraph_mode"
 #: How vLLM's enumeration is written, by name or by value.
@@ -167,6 +169,8 @@ def check_options(vllm_kwargs: Mapping[str, object]) -> tuple[dict[str, object],
         )
     if _OVERRIDES in options:
         _model_overrides(options[_OVERRIDES])
+    if (share := options.get(_SHARE)) is not None and share_of(share) is None:
+        raise _error(_SHARE, share, "a number above 0, at most 1", "Use 0.9 for a GPU that nothing else uses.")
     return options, notes
 
 
@@ -213,15 +217,13 @@ def foreign_variables(environ: Mapping[str, str]) -> list[str]:
 
 
 def start_method(environ: Mapping[str, str], on_cpu: bool, numa_bind: bool) -> str:
-    """How a server starts its engine and its workers: `fork`, unless the user chose otherwise or they need a new
-    interpreter, because vLLM binds memory and threads by a process's command line and environment.
+    """How a server starts its engine and its workers: as the user chose, by default `fork`; `spawn` if memory or
+    threads are bound, which vLLM does by a new process's command line and environment.
 
     Forked, they need not import vLLM again, which takes most of the time until a small model is served.
     """
-    if chosen := environ.get(START_METHOD_KEY):
-        return chosen
     is_bound = numa_bind or (on_cpu and environ.get(BINDING_KEY) != UNBOUND)
-    return "spawn" if is_bound else "fork"
+    return "spawn" if is_bound else environ.get(START_METHOD_KEY) or "fork"
 
 
 def _installed_version() -> str | None:

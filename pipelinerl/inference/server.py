@@ -53,7 +53,7 @@ def run(argv: list[str]) -> None:
 
 
 async def _serve(args: argparse.Namespace) -> None:
-    """vLLM's `run_server`, but forked processes do not get what belongs to this one: the port, and its signals."""
+    """vLLM's `run_server`, but forked processes leave its port and its wakeup descriptor for signals alone."""
     decorate_logs("APIServer")  # type: ignore[no-untyped-call]
 
     def interrupt(*_: object) -> None:
@@ -63,8 +63,8 @@ async def _serve(args: argparse.Namespace) -> None:
     address, listener = setup_server(args, reuse_port=False)  # type: ignore[no-untyped-call]
 
     def leave_to_parent() -> None:
-        signal.set_wakeup_fd(-1)
         listener.close()
+        signal.set_wakeup_fd(-1)
 
     os.register_at_fork(after_in_child=leave_to_parent)
     await run_server_worker(address, listener, args, timeout_graceful_shutdown=_GRACE_S)  # type: ignore[no-untyped-call]
@@ -76,7 +76,7 @@ def fork_engine(args: argparse.Namespace) -> None:
     Nothing may have used CUDA or a pool of threads before: vLLM checks the first, and its frontend does not compute.
 
     Args:
-        args: vLLM's options; `numa_bind` is what counts.
+        args: vLLM's options, of which only `numa_bind` is read.
     """
     on_cpu = current_platform.is_cpu()
     can_fork = on_cpu or current_platform.is_cuda()

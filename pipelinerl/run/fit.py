@@ -152,6 +152,7 @@ def _layout(config: RunConfig, world: WorldMap) -> Layout:
         shared=any(place in ranks for place in users),
         turns=rounds is not None or config.max_lag == 0,
         round_steps=1 if rounds is None else rounds.steps,
+        sleeps=world.device == "cuda" and config.world.placement == "colocated",
         mps=config.world.mps and world.device == "cuda",
         ahead=1 + (min(most, 1.0) if config.adaptive_lag else most),
         most_ahead=1 + most,

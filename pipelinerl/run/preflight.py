@@ -274,9 +274,10 @@ def check_server_files(start: Start) -> list[str]:
         expected = "a writable folder with a short path (at most 70 characters), for the sockets of the servers"
         raise ConfigError(SOCKET_FOLDER_KEY, folder, expected, f"Set {SOCKET_FOLDER_KEY} to one.")
     option = start.config.vllm_config.option("distributed-executor-backend")[1]
-    sizes = [start.config.vllm_config.number(f"{kind}-parallel-size") or 1 for kind in ("tensor", "pipeline")]
+    sizes = [start.config.vllm_config.number(f"{kind}-parallel-size") or 1 for kind in ("tensor", "pipeline", "data")]
     on_cpu = start.config.world.device == "cpu" or not start.cluster.num_gpus
-    has_own_worker = on_cpu and start_method({BINDING_KEY: UNBOUND, **start.environ}, on_cpu, False) != "fork"
+    is_bound = start.config.vllm_config.option("numa-bind")[1] not in (None, False)
+    has_own_worker = on_cpu and start_method({BINDING_KEY: UNBOUND, **start.environ}, on_cpu, is_bound) != "fork"
     if not SHARED_MEMORY.is_dir() or not (has_own_worker or math.prod(sizes) > 1 or option == "mp"):
         return []  # the engine is the only worker
     if (free := shutil.disk_usage(SHARED_MEMORY).free) < _QUEUE_BYTES:

@@ -257,11 +257,9 @@ def _check_exist(key: str, gpus: list[int], cluster: Cluster) -> None:
 
 def _check_room(config: RunConfig) -> None:
     """Colocated, the trainer's weights stay on the GPU while a server generates there."""
-    key, share = config.vllm_config.option("gpu-memory-utilization")
-    if isinstance(share, int | float) and share > LARGEST_SHARE:
+    if config.gpu_memory_share > LARGEST_SHARE:
         raise ConfigError(
-            key,
-            share,
+            *config.vllm_config.option("gpu-memory-utilization"),
             f"at most {LARGEST_SHARE} with world.placement=colocated: the trainer's weights stay on the GPU",
             "Use 0.5, and more if the model is small.",
         )

@@ -251,7 +251,7 @@ class Layout:
 
     Attributes:
         servers: in all; `on_card` of them on each of their cards, next to the trainer if `shared`.
-        turns: servers and trainer alternate, each time after `round_steps` steps.
+        turns: servers and trainer alternate, each time after `round_steps` steps; `sleeps`: by sleeping and waking.
         mps: processes that share a card compute at the same time.
         ahead: batches under way at most while the trainer is the slower side, the one in training included.
         most_ahead: the same while the servers are.
@@ -262,6 +262,7 @@ class Layout:
     shared: bool = False
     turns: bool = False
     round_steps: int = 1
+    sleeps: bool = False
     mps: bool = False
     ahead: float = 2.0
     most_ahead: float = 3.0
@@ -290,7 +291,7 @@ def step_forecast(
     update_s = _UPDATE_S + trainer.shape.parameters * trainer.served_bytes / _UPDATE_BANDWIDTH
     if layout.turns:
         generate_s += work.samples / layout.servers * _REQUEST_S + _ROUND_S / layout.round_steps
-        update_s = (update_s + _CHANGEOVER_S * (layout.shared and not machine.on_cpu)) / layout.round_steps
+        update_s = (update_s + _CHANGEOVER_S * layout.sleeps) / layout.round_steps
     step_s = generate_s + train_s + update_s if layout.turns else max(generate_s, train_s + update_s)
     in_progress = min(layout.servers * work.concurrency / max(work.samples, 1), layout.ahead)
     lag = in_progress / 2 + 0.5 if generate_s > train_s else max(0.0, layout.ahead - 1)

@@ -159,7 +159,7 @@ def with_memory(config: RunConfig, jobs: list[Job], needs: Needs | None) -> tupl
         The jobs, and what may not fit.
 
     Raises:
-        ConfigError: there is no room for them, or it is not known how much several servers have.
+        ConfigError: there is no room for them, or several share a GPU whose size, or whose model's, is not known.
     """
     kinds = {"actor_llm": "server", "preprocessor_llm": "server", "finetune": "rank"}
     users = Counter((kinds[job.kind], job.node_rank, gpu) for job in jobs if job.kind in kinds for gpu in job.gpus)

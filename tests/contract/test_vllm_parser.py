@@ -77,6 +77,7 @@ def test_shortened_names_do_not_get_past_the_checks(
         ({}, {}, "spawn"),
         ({"numa-bind": ""}, {"BIND": "nobind"}, "spawn"),
         ({}, {"BIND": "nobind", "METHOD": "spawn"}, "spawn"),
+        ({}, {"BIND": "0-1", "METHOD": "fork"}, "spawn"),
     ],
 )
 def test_the_engine_is_forked_where_it_can_be(

@@ -21,6 +21,7 @@ from pipelinerl.inference.arguments import (
     AdapterRoom,
     ServerSettings,
     check_names,
+    check_options,
     layers_of,
     server_arguments,
     serves_adapter,
@@ -254,6 +255,19 @@ def test_a_gpu_server_can_sleep_if_it_shares_its_gpu(placement: str) -> None:
 def test_a_server_leaves_room_for_a_rank_on_its_gpu(device: str, placement: str, share: float | None) -> None:
     settings = settings_of_job(context(device, world={"placement": placement}))
     assert settings.vllm_kwargs.get("gpu-memory-utilization") == share
+
+
+@pytest.mark.parametrize("text", ["0.6", "6e-1", 0.6])
+def test_a_share_of_memory_may_be_text(text: object) -> None:
+    given = context("cuda", vllm_config={"vllm_kwargs": {"gpu_memory_utilization": text}})
+    assert settings_of_job(given).vllm_kwargs == {"gpu-memory-utilization": 0.6}
+
+
+@pytest.mark.parametrize("value", [0, 1.5, "much", True, "nan"])
+def test_another_share_of_memory_is_refused(value: object) -> None:
+    with pytest.raises(ConfigError) as caught:
+        check_options({"gpu_memory_utilization": value})
+    assert caught.value.got == value
 
 
 @pytest.mark.parametrize("key", ["gpu-memory-utilization", "gpu_memory_utilization", "--gpu-memory-utilization"])

@@ -149,6 +149,8 @@ def test_x5_variables_that_processes_do_not_get_are_named_once() -> None:
         (64, {"vllm_config": {"vllm_kwargs": {"tensor-parallel-size": 2}}}, ("0", "1"), {}, True),
         (64, {"vllm_config": {"vllm_kwargs": {"tensor-parallel-size": 2}}}, (), {}, True),
         (64, {"debug": {"mode": "finetune", "streams_from": "y"}}, (), {}, False),
+        (64, {"vllm_config": {"vllm_kwargs": {"data_parallel_size": 2}}}, (), {}, True),
+        (64, {"vllm_config": {"vllm_kwargs": {"numa-bind": ""}}}, (), {}, True),
         (242, {"vllm_config": {"vllm_kwargs": {"tensor-parallel-size": 2}}}, (), {}, False),
     ],
 )

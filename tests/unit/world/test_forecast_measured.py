@@ -93,7 +93,7 @@ def test_time_of_a_step_in_turns(servers: int, shared: bool, computed: float | N
     """512 short answers to long prompts; the runs on two GPUs shared no prefixes."""
     trainer = TrainerSetup(shape("llama-135m"), products="bf16", pack_tokens=32768, checkpointing=False, compiled=True)
     server = ServerSetup(shape("llama-135m"), max_sequences=512)
-    layout = Layout(servers, on_card=servers, shared=shared, turns=True)
+    layout = Layout(servers, on_card=servers, shared=shared, turns=True, sleeps=shared)
     work = Work(512, 138, 9.3, 512, computed_tokens=computed)
     found = step_forecast(trainer, server, layout, work, card_machine("NVIDIA H200"))
     assert found.step_s == pytest.approx(seconds, rel=0.2)
