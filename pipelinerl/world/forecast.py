@@ -49,8 +49,8 @@ _FRAGMENTS_BASE, _FRAGMENTS = 0.8 * GIB, 0.06
 _MEAN_LENGTH, _MATRICES_IN_BACKWARD = 0.8, 2
 #: An idle trainer process without a GPU: Python, torch and transformers.
 _TRAINER_PROCESS = 0.9 * GIB
-#: Three processes of a vLLM server without a GPU.
-_SERVER_PROCESSES = 2.9 * GIB
+#: Both processes of a vLLM server without a GPU: frontend and engine, which share what was loaded before the fork.
+_SERVER_PROCESSES = 1.5 * GIB
 #: Values that DeepSpeed keeps gathered at most (its default of `stage3_max_live_parameters`).
 _ZERO3_LIVE = 10**9
 #: DeepSpeed's default of `sub_group_size`.
