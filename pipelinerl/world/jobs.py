@@ -18,9 +18,8 @@ class Job(msgspec.Struct, frozen=True):
     `idx` counts within the kind, `local_idx` within kind and node (the local rank of a trainer process). `gpus` are the
     device ids as `CUDA_VISIBLE_DEVICES` on the job's node writes them; empty on CPUs. `port` and `url` are
     those of a server; `weight_group_port` is where the trainer meets this server to send weights. `cores` is the number
-    of CPU threads that the job may use. A server that shares its GPU may use `memory_share` of its
-    memory and has a key-value cache of `cache_bytes`; None: as configured, and what its
-    weights leave of its share.
+    of CPU threads that the job may use. A server that shares its GPU may use `memory_share` of its memory (None: as
+    configured) and has a key-value cache of `cache_bytes` (None: what its weights leave of that).
     """
 
     kind: str

@@ -150,6 +150,7 @@ class Work:
 
     @property
     def computed(self) -> float:
+        """Tokens of a step that go through the trainer's layers."""
         return self.samples * (self.length if self.computed_tokens is None else self.computed_tokens)
 
 
