@@ -25,7 +25,7 @@ import aiohttp
 import psutil
 import torch
 from tokenizers import Tokenizer, models, pre_tokenizers
-from transformers import PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
+from transformers import AutoTokenizer, PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
 
 from pipelinerl.records import IGNORED_LABEL, Sample, VersionSpan
 from pipelinerl.records.completion import GENERATE_PATH, MEDIA_TYPE, decode_completion
@@ -165,8 +165,12 @@ def running_server(
         yield Server(url, token, time.monotonic() - started)
 
 
-def random_model(size: str, folder: Path, dtype: torch.dtype) -> Path:
-    """A Qwen2 model of `size` billion parameters with random weights and a word tokenizer; returns `folder`."""
+def random_model(size: str, folder: Path, dtype: torch.dtype, tokenizer: str | None = None) -> Path:
+    """A Qwen2 model of `size` billion parameters with random weights; returns `folder`.
+
+    Args:
+        tokenizer: the model, of at most as many tokens, whose tokenizer it gets; None: one of words without meaning.
+    """
     hidden, intermediate, layers, heads, kv_heads = SHAPES[size]
     vocabulary = 512 if size in ("0.001", "0.0011") else 49152 if size == "0.13" else 151936
     config = Qwen2Config(
@@ -190,6 +194,9 @@ def random_model(size: str, folder: Path, dtype: torch.dtype) -> Path:
     del model
     if torch.cuda.is_available():
         torch.cuda.empty_cache()
+    if tokenizer is not None:
+        AutoTokenizer.from_pretrained(tokenizer).save_pretrained(folder)
+        return folder
     words = {"<pad>": 0, "<eos>": 1, "<unk>": 2, **{f"w{index}": index for index in range(3, vocabulary)}}
     tokenizer = Tokenizer(models.WordLevel(words, unk_token="<unk>"))
     tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()

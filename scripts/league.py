@@ -185,8 +185,8 @@ def run_trl(args: argparse.Namespace, task: str, seed: int, folder: Path) -> lis
         "clip": CLIP,
         "max_model_len": MAX_MODEL_LEN,
         "max_lag_versions": MAX_LAG_VERSIONS,
-        # Padded: what fits in memory with long answers.
-        "micro_batch": 128 if TASKS[task].max_tokens > 100 else 512,
+        # Padded: what fits in memory with long answers, or with a larger model.
+        "micro_batch": 512 if TASKS[task].max_tokens <= 100 else 32 if args.size else 128,
     }
     (folder / "settings.json").write_text(json.dumps(settings))
     log = folder / "steps.jsonl"
@@ -287,7 +287,7 @@ def _servers(text: str) -> int | str:
 def arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser = make_parser(__doc__)
     parser.add_argument("--model", help="a model folder or name")
-    parser.add_argument("--size", choices=sorted(SHAPES), help="a random model with this many billion weights")
+    parser.add_argument("--size", choices=sorted(SHAPES), help="billions of weights, random, instead of the model's")
     parser.add_argument("--tasks", type=_listed(tuple(TASKS)), default=list(TASKS), help="sums,stories")
     parser.add_argument("--systems", type=_listed(SYSTEMS), default=list(SYSTEMS), help="ours,trl")
     parser.add_argument("--seeds", type=positive, nargs="+", default=[1, 2, 3])
@@ -318,9 +318,9 @@ def fault(args: argparse.Namespace) -> str | None:
             "found no GPU, expected one or two. On a CPU use --rehearse, which needs the extras `cpu` (vLLM) and "
             "`oracle` (TRL) and makes its own model."
         )
-    if not args.rehearse and not args.model and not args.size:
+    if not args.rehearse and not args.model:
         known = "HuggingFaceTB/SmolLM2-135M-Instruct"
-        return f"got no --model and no --size, expected a chat model's folder or name, such as {known}."
+        return f"got no --model, expected a chat model's folder or name, such as {known}."
     if len(set(args.seeds)) < len(args.seeds):
         return f"--seeds: got {args.seeds}, expected different ones."
     if args.steps < 2:
@@ -339,7 +339,7 @@ def main() -> None:
     if args.rehearse:
         args.model = str(build_tiny_model(args.out / "model", seed=3, warmup=None, progress=lambda line: None))
     elif args.size:
-        args.model = str(random_model(args.size, args.out / "model", torch.bfloat16))
+        args.model = str(random_model(args.size, args.out / "model", torch.bfloat16, tokenizer=args.model))
     elif Path(args.model).is_dir():
         args.model = str(Path(args.model).absolute())
     chosen = ("tasks", "seeds", "steps", "samples", "learning_rate", "servers_per_gpu", "gpus", "overrides")

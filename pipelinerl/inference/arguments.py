@@ -23,7 +23,7 @@ ENGINE_NAME = "pipelinerl"
 SERVED_MODEL_NAME = "actor"
 
 SCHEDULER_PATH = "pipelinerl.inference.request_scheduler.create_scheduler"
-WORKER_EXTENSION_PATH = "pipelinerl.inference.worker_extension.WeightUpdateExtension"
+WORKER_EXTENSION_PATH = "pipelinerl.inference.engine_update.WeightUpdateExtension"
 MIDDLEWARE_PATH = "pipelinerl.inference.server.ServerMiddleware"
 
 _OVERRIDES = "hf-overrides"

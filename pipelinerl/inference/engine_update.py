@@ -1,7 +1,11 @@
-"""A weight update as one call: the engine pauses, receives, loads and resumes by itself.
+"""A weight update in a server: its route, its steps in the engine, and what the trainer can call in each worker.
 
-vLLM has a route for each of these steps. A busy server answers each one late, because its API process has other work
-and the engine reads calls only between model steps, and no token is sampled meanwhile.
+An update is one call, and the engine pauses, receives, loads and resumes by itself. vLLM has a route for each of these
+steps. A busy server answers each one late, because its API process has other work and the engine reads calls only
+between model steps, and no token is sampled meanwhile.
+
+vLLM mixes `WeightUpdateExtension` into its worker class (`--worker-extension-cls`). Importing this module registers our
+transfer engine, before the worker creates it, and what a server with a sent adapter needs.
 """
 
 from __future__ import annotations
@@ -15,17 +19,29 @@ from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from typing import Any
 
+import msgspec
+import torch
+from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
+from vllm.lora.worker_manager import WorkerLoRAManager
 from vllm.v1.engine import EngineCoreRequestType
 from vllm.v1.engine.core import EngineCore
 
-from pipelinerl.inference.arguments import serves_adapter
+from pipelinerl.inference.adapter import adapter_request, load_what_was_sent
+from pipelinerl.inference.arguments import ENGINE_NAME, serves_adapter
 from pipelinerl.inference.auth import App, Receive, Scope, Send
 from pipelinerl.inference.fast_output import read_body, send_error, send_json
+from pipelinerl.inference.transfer import PackedTransferEngine, checkpoint_tensors, is_tied
 from pipelinerl.weights.link import UPDATE_PATH
+from pipelinerl.weights.manifest import ServerModel, folder_checksum, local_folder
 
 logger = logging.getLogger(__name__)
 _METHOD = "pipelinerl_update"
 Seconds = dict[str, float]
+
+if ENGINE_NAME not in WeightTransferEngineFactory._registry:
+    WeightTransferEngineFactory.register_engine(ENGINE_NAME, PackedTransferEngine)
+if serves_adapter(os.environ):
+    load_what_was_sent(WorkerLoRAManager)
 
 
 def install() -> None:
@@ -124,3 +140,48 @@ class UpdateRoute:
             await send_error(send, f"{type(error).__name__}: {error}")
             return
         await send_json(send, 200, {"seconds": seconds})
+
+
+def narrow_tensors(model: torch.nn.Module, dtype: torch.dtype) -> list[str]:
+    """Names of the tensors of `model` that have fewer bits than `dtype`: vLLM rounds what it loads without a word."""
+    tensors = (*model.named_parameters(), *model.named_buffers())
+    return [name for name, each in tensors if each.is_floating_point() and each.dtype.itemsize < dtype.itemsize]
+
+
+class WeightUpdateExtension:
+    """Methods of the worker; `self` is vLLM's worker. Names are prefixed so that none of vLLM's is hidden."""
+
+    vllm_config: Any
+    weight_transfer_engine: Any
+    get_model: Callable[[], torch.nn.Module]
+    _weight_update_active: bool
+
+    def pipelinerl_abort_update(self) -> dict[str, bool]:
+        """Forget an update that failed or was cut short, and leave the trainer's group.
+
+        vLLM's own shutdown of the engine refuses while an update is open, which is just when it is needed.
+        """
+        was_open = bool(self._weight_update_active)
+        self._weight_update_active = False
+        self.weight_transfer_engine.abort()
+        return {"was_open": was_open}
+
+    def pipelinerl_load_adapter(self) -> None:
+        """Load the adapter that was sent. vLLM would do it at the next step, where an error ends the engine."""
+        worker: Any = self
+        worker.add_lora(adapter_request())
+
+    def pipelinerl_model_info(self) -> dict[str, Any]:
+        """What an update has to cover: the fields of `ServerModel`."""
+        config = self.vllm_config.model_config
+        adapter = serves_adapter(os.environ)
+        model = ServerModel(
+            tensors=checkpoint_tensors(config),
+            tied=is_tied(config),
+            dtype=str(config.dtype).removeprefix("torch."),
+            adapter_rank=self.vllm_config.lora_config.max_lora_rank if adapter else None,
+            rounded=[] if config.quantization else narrow_tensors(self.get_model(), config.dtype),
+            base_checksum=folder_checksum(local_folder(config.model, config.revision)) if adapter else None,
+        )
+        answer: dict[str, Any] = msgspec.to_builtins(model)
+        return answer

@@ -41,13 +41,24 @@ from pipelinerl.world import (
     usable_cores,
 )
 from pipelinerl.world.forecast import GIB, trainer_memory
-from pipelinerl.world.rates import CARDS, Machine, card_kind, card_machine, cpu_machine, micro_batches_of
+from pipelinerl.world.rates import (
+    CARDS,
+    Machine,
+    Work,
+    card_kind,
+    card_machine,
+    cpu_machine,
+    largest_micro_batch,
+    micro_batches_of,
+)
 
 #: The first steps compile kernels and wait for the first samples.
 _WARM_UP_STEPS = 2
 #: A side that waits for more than this share of a step is worth a change.
 _MUCH_WAITING = 0.3
 _SPARE_MEMORY = 0.6
+#: Tokens of the step with the most, all and computed, among the metrics of a run.
+_MOST_TOKENS, _MOST_COMPUTED = "most_tokens", "most_computed_tokens"
 
 
 def main(argv: list[str]) -> int:
@@ -143,7 +154,8 @@ def _hardware(args: argparse.Namespace, here: Machine | None, has_gpus: bool) ->
 
 
 def recorded_steps(metrics_file: Path) -> dict[str, float]:
-    """Medians of the metrics of trainer and actor after the first steps; `steps` is the number of steps.
+    """Medians of the metrics of trainer and actor after the first steps; `steps` is the number of steps. Of memory,
+    and of the tokens that take it, the largest values of all steps.
 
     Raises:
         ConfigError: the run has no more than the first steps.
@@ -165,7 +177,14 @@ def recorded_steps(metrics_file: Path) -> dict[str, float]:
             values[name] = max(row[name] for row in rows if name in row)
         else:
             values[name] = statistics.median(row[name] for row in kept if name in row)
+    longest = max(rows, key=_computed)
+    values |= {_MOST_TOKENS: longest.get("finetune/tokens") or 0.0, _MOST_COMPUTED: _computed(longest)}
     return values | ({"actor/output_tokens_per_s": statistics.median(rates)} if rates else {})
+
+
+def _computed(row: Mapping[str, float]) -> float:
+    """Tokens that the trainer computed; runs of earlier versions computed all."""
+    return row.get("finetune/computed_tokens") or row.get("finetune/tokens") or 0.0
 
 
 def _compare(args: argparse.Namespace) -> None:
@@ -182,29 +201,28 @@ def _compare(args: argparse.Namespace) -> None:
     shape = read_shape(config.model_path) or read_shape(str(run.run_dir.current_model))
     if shape is None or not world.jobs_of("finetune"):
         raise ConfigError("--from", args.run, "a run with a trainer and a known model", "Give another run.")
-    # Runs of earlier versions computed all tokens.
-    computed = seen.get("finetune/computed_tokens", (prompt + output) * samples) / samples
-    forecast = forecast_run(config, world, hardware, shape, (prompt, max(output, 1.0)), computed)
+    forecast = forecast_run(config, world, hardware, shape, (prompt, max(output, 1.0)), _computed(seen) / samples)
     print(
         f"{run.run_dir.root}: {seen['steps']} steps of {samples:,.0f} samples of {prompt:,.0f} + {output:,.0f} tokens"
     )
     print(f"{'':36} {'forecast':>12} {'seen':>12} {'ratio':>7}")
-    for label, expected, name in _compared(forecast):
+    longest = Work(int(samples), 0.0, seen[_MOST_TOKENS] / samples, 1, seen[_MOST_COMPUTED] / samples)
+    for label, expected, name in _compared(forecast, longest):
         if (found := seen.get(name)) is not None:
             ratio = f"{expected / found:.2f}" if found else "-"
             print(f"{label:36} {expected:12,.2f} {found:12,.2f} {ratio:>7}")
     print("\n".join(changes(forecast, seen)))
 
 
-def _compared(forecast: RunForecast) -> list[tuple[str, float, str]]:
-    """(label, forecast, metric) of everything that can be compared."""
+def _compared(forecast: RunForecast, longest: Work) -> list[tuple[str, float, str]]:
+    """(label, forecast, metric) of everything that can be compared. `longest` is the step with the most tokens."""
     step, trainer = forecast.step, forecast.trainer
     assert trainer is not None
-    memory = trainer_memory(trainer)
+    memory = trainer_memory(largest_micro_batch(trainer, longest))
     rows = [
-        ("peak of tensors (full packs), GiB", memory.tensors / GIB, "finetune/gpu_memory_peak_gib"),
-        ("peak with reserve (full packs), GiB", memory.total / GIB, "finetune/gpu_memory_reserved_peak_gib"),
-        ("peak of a rank (full packs), GiB", memory.total / GIB, "finetune/memory_peak_gib"),
+        ("peak of tensors, GiB", memory.tensors / GIB, "finetune/gpu_memory_peak_gib"),
+        ("peak with reserve, GiB", memory.reserved / GIB, "finetune/gpu_memory_reserved_peak_gib"),
+        ("peak of a rank, GiB", memory.total / GIB, "finetune/memory_peak_gib"),
     ]
     if step is not None:
         rows += [

@@ -34,6 +34,7 @@ from pipelinerl.streams.base import TRAINER, TRAINER_TOPIC
 from pipelinerl.streams.hub import StreamHub, backend_of, lost_streams
 from pipelinerl.streams.read import read_all
 from pipelinerl.world import Job, WorldMap
+from pipelinerl.world.jobs import ALLOCATOR_KEYS
 
 _NOT_COMPARED = ("output_dir", "force_restart", "dry_run")
 _PROBLEMS = "the order of problems refers to its problems"
@@ -389,6 +390,9 @@ def build_command(
     if job.kind == "finetune":
         values = (job.idx, world.num_finetune_ranks, job.local_idx, len(ranks), world.master_addr, world.master_port)
         env |= dict(zip(_RANK_KEYS, map(str, values), strict=True))
+        if world.device == "cuda" and not any(environ.get(key) for key in ALLOCATOR_KEYS):
+            # Micro-batches of ever new lengths leave gaps in segments of a fixed size: up to twice the memory.
+            env[ALLOCATOR_KEYS[0]] = "expandable_segments:True"
     if job.kind in _USER_CODE_KINDS and search_dirs:
         env["PYTHONPATH"] = os.pathsep.join(filter(None, [*map(str, search_dirs), environ.get("PYTHONPATH", "")]))
     return Command(job, argv, env)

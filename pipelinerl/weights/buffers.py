@@ -19,7 +19,9 @@ wraps and does not depend on the order, so a CPU and a GPU get the same number. 
 from __future__ import annotations
 
 import math
+import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -27,6 +29,7 @@ import torch
 
 from pipelinerl.errors import WeightSyncError
 from pipelinerl.weights.manifest import DERIVED_SUFFIXES, ServerModel, Shape
+from pipelinerl.world.jobs import ALLOCATOR_KEYS
 
 DEFAULT_CHUNK_BYTES = 256 * 2**20
 CHECKSUM_BYTES = 8
@@ -326,6 +329,24 @@ def checksum_problem(buffer: torch.Tensor, num_bytes: int, mark: int) -> str | N
     return f"checksum {got}, expected {expected}{zeros}"
 
 
+@contextmanager
+def _exportable_memory() -> Iterator[None]:
+    """Within it, new tensors on a GPU can be opened by other processes of the user.
+
+    The handle of an expandable segment is a file descriptor, and containers forbid taking one from another process.
+    """
+    settings = next(filter(None, map(os.environ.get, ALLOCATOR_KEYS)), "")
+    fixed = settings.replace("expandable_segments:True", "expandable_segments:False")
+    if fixed == settings:
+        yield
+        return
+    torch._C._accelerator_setAllocatorSettings(fixed)
+    try:
+        yield
+    finally:
+        torch._C._accelerator_setAllocatorSettings(settings)
+
+
 def pack(tensors: Sequence[torch.Tensor], mark: int) -> torch.Tensor:
     """One uint8 buffer with the bytes of `tensors`, in order, and their checksum. Does not wait for the device.
 
@@ -338,7 +359,8 @@ def pack(tensors: Sequence[torch.Tensor], mark: int) -> torch.Tensor:
     if first not in _JOINED_DTYPES or any(part.dtype != first for part in flat):
         flat = [part.contiguous().view(torch.uint8) for part in flat]
     payload = sum(part.numel() for part in flat) * flat[0].element_size()
-    buffer = torch.empty(_padded(payload) + CHECKSUM_BYTES, dtype=torch.uint8, device=flat[0].device)
+    with _exportable_memory():
+        buffer = torch.empty(_padded(payload) + CHECKSUM_BYTES, dtype=torch.uint8, device=flat[0].device)
     torch.cat(flat, out=buffer[:payload].view(flat[0].dtype))
     buffer[payload:-CHECKSUM_BYTES].zero_()
     words = buffer.view(torch.int64)

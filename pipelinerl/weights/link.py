@@ -103,7 +103,7 @@ class ControlClient:
         await self.post("/pause", params={"mode": "keep", "clear_cache": "false"})
 
     async def worker_call(self, method: str) -> Any:
-        """Call a method of `inference.worker_extension` in every worker; returns the answer of the first one."""
+        """Call a method of `inference.engine_update` in every worker; returns the answer of the first one."""
         return (await self.post("/collective_rpc", json={"method": method}))["results"][0]
 
     async def prompt_logprobs(self, token_ids: list[int]) -> list[float]:

@@ -65,7 +65,8 @@ class TrainerSetup:
     Attributes:
         products: dtype of the matrix products.
         served_bytes: of a weight in the servers.
-        pack_tokens: of one micro-batch.
+        pack_tokens: computed in one micro-batch.
+        shared_tokens: of other samples' shared prefixes in it, of which only keys and values are kept.
         gathered_bytes: of a parameter that FSDP gathers.
         longest: tokens of the longest sample.
         compiled: layers are compiled where they can be; see `is_compiled`.
@@ -78,6 +79,7 @@ class TrainerSetup:
     products: Literal["bf16", "tf32", "fp32"] = "bf16"
     served_bytes: int = 2
     pack_tokens: int = 12000
+    shared_tokens: int = 0
     checkpointing: bool = True
     chunk_tokens: int = 1024
     lora_rank: int = 0
@@ -138,6 +140,11 @@ class Memory:
     def tensors(self) -> float:
         """Without what no tensor holds: CUDA, and what the allocator cannot use."""
         return self.total - self.parts.get(CONTEXT, 0.0) - self.parts.get(PROCESS, 0.0)
+
+    @property
+    def reserved(self) -> float:
+        """What PyTorch's allocator holds: everything but CUDA's own."""
+        return self.total - (_CONTEXT_BYTES if CONTEXT in self.parts else 0.0)
 
     @property
     def host_total(self) -> float:
@@ -235,7 +242,8 @@ def _moments(setup: TrainerSetup) -> list[dict[str, float]]:
     """What is added to `_held` at each moment that may be the peak."""
     shape, tokens = setup.shape, setup.pack_tokens
     gradients = {GRADIENTS: _gradients(setup)}
-    kept = {ACTIVATIONS: tokens * activation_bytes(setup)}
+    shared = setup.shared_tokens * shape.kv_values / (max(shape.layers, 1) if setup.checkpointing else 1)
+    kept = {ACTIVATIONS: tokens * activation_bytes(setup) + (2 if setup.products == "bf16" else 4) * shared}
     layer = tokens * layer_bytes(setup)
     matrices = _MATRICES_IN_BACKWARD * tokens * _attention_matrix(setup)
     width = 2 if setup.products == "bf16" else 4

@@ -11,6 +11,9 @@ SERVER_KINDS = ("actor_llm", "preprocessor_llm", "environment", "verifier")
 #: How weights reach a server (`weights.transport`): on a CPU, on another GPU, on the trainer's GPU.
 CPU_TRANSPORT, GPU_TRANSPORT, SAME_GPU_TRANSPORT = TRANSPORTS = ("gloo", "nccl", "ipc")
 
+#: Variables with the settings of PyTorch's allocator; the first one that is set counts.
+ALLOCATOR_KEYS = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
+
 
 class Job(msgspec.Struct, frozen=True):
     """One process of the run.

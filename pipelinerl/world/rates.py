@@ -160,6 +160,15 @@ def micro_batches_of(setup: TrainerSetup, work: Work) -> int:
     return max(1, math.ceil(in_rows / setup.ranks / max(setup.pack_tokens, 1)))
 
 
+def largest_micro_batch(setup: TrainerSetup, work: Work) -> TrainerSetup:
+    """`setup` with the tokens of its largest micro-batch in such a step: a full row, or what the step has."""
+    computed, shared = work.computed / setup.ranks, (work.tokens - work.computed) / setup.ranks
+    if (rows := micro_batches_of(setup, work)) > 1:
+        shared /= rows
+        computed = setup.pack_tokens - setup.shared_room * shared
+    return replace(setup, pack_tokens=math.ceil(computed), shared_tokens=math.ceil(shared))
+
+
 def train_seconds(setup: TrainerSetup, work: Work, machine: Machine) -> float:
     """Seconds of the trainer's part of a step: micro-batches and optimizer, on `setup.ranks` ranks."""
     shape, is_lora = setup.shape, bool(setup.lora_rank)

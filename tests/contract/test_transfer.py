@@ -22,6 +22,7 @@ from vllm.platforms import current_platform
 from vllm.v1.attention.backend import AttentionImplBase
 
 from pipelinerl.inference import transfer
+from pipelinerl.inference.engine_update import narrow_tensors
 from pipelinerl.inference.transfer import (
     IN_PLACE_VARIABLE,
     IncompleteUpdateError,
@@ -29,7 +30,6 @@ from pipelinerl.inference.transfer import (
     UpdateInfo,
     can_load_in_place,
 )
-from pipelinerl.inference.worker_extension import narrow_tensors
 from pipelinerl.weights.buffers import ModuleSource, packed_buffers, update_info_of
 
 

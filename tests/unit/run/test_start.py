@@ -12,6 +12,7 @@ from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 
 from pipelinerl.config import RunConfig
@@ -377,7 +378,26 @@ def test_o4_a_trainer_rank_sees_the_devices_of_its_node_and_knows_its_place() ->
         "LOCAL_WORLD_SIZE": "2",
         "MASTER_ADDR": "10.0.0.1",
         "MASTER_PORT": "29500",
+        "PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True",
     }
+
+
+@pytest.mark.parametrize(
+    ("kind", "device", "environ", "expected"),
+    [
+        ("finetune", "cuda", {"PYTORCH_CUDA_ALLOC_CONF": ""}, "expandable_segments:True"),
+        ("finetune", "cuda", {"PYTORCH_CUDA_ALLOC_CONF": "max_split_size_mb:64"}, None),
+        ("finetune", "cuda", {"PYTORCH_ALLOC_CONF": "expandable_segments:False"}, None),
+        ("finetune", "cpu", {}, None),
+        ("actor_llm", "cuda", {}, None),
+    ],
+)
+def test_a_trainers_allocator_leaves_no_gaps_unless_the_user_set_it(
+    kind: str, device: str, environ: dict[str, str], expected: str | None
+) -> None:
+    each = job(kind)
+    env = build_command(each, msgspec.structs.replace(world(each), device=device), RUN, environ).env
+    assert env.get("PYTORCH_CUDA_ALLOC_CONF") == expected
 
 
 def test_o4_a_server_sees_its_own_devices_and_others_none() -> None:
