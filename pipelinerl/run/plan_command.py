@@ -13,7 +13,6 @@ import sys
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 from pipelinerl.commands import typed
 from pipelinerl.config import RunConfig
@@ -154,32 +153,34 @@ def _hardware(args: argparse.Namespace, here: Machine | None, has_gpus: bool) ->
 
 
 def recorded_steps(metrics_file: Path) -> dict[str, float]:
-    """Medians of the metrics of trainer and actor after the first steps; `steps` is the number of steps. Of memory,
-    and of the tokens that take it, the largest values of all steps.
+    """Means of the trainer's metrics after the first steps; `steps` is the number of steps. Of memory, and of the
+    tokens that take it, the largest values of all steps.
+
+    Steps that wait for a batch alternate with steps that find one, so medians would tell of one kind.
 
     Raises:
         ConfigError: the run has no more than the first steps.
     """
-    rows, rates = list[dict[str, Any]](), list[float]()
     with metrics_file.open(encoding="utf-8") as lines:
-        for row in map(json.loads, lines):
-            if "finetune/step_s" in row:
-                rows.append(row)
-            elif row.get("actor/output_tokens_per_s"):
-                rates.append(row["actor/output_tokens_per_s"])
+        rows = [row for row in map(json.loads, lines) if "finetune/step_s" in row]
     kept = rows[_WARM_UP_STEPS:]
     if not kept:
         expected = f"a run of more than {_WARM_UP_STEPS} steps"
         raise ConfigError("--from", str(metrics_file), expected, "Let it train a little longer.")
-    values: dict[str, float] = {"steps": len(kept)}
+    longest = max(rows, key=_computed)
+    values: dict[str, float] = {
+        "steps": len(kept),
+        _MOST_TOKENS: longest.get("finetune/tokens") or 0.0,
+        _MOST_COMPUTED: _computed(longest),
+    }
     for name in {name for row in kept for name, value in row.items() if isinstance(value, int | float)}:
         if "memory" in name:
             values[name] = max(row[name] for row in rows if name in row)
         else:
-            values[name] = statistics.median(row[name] for row in kept if name in row)
-    longest = max(rows, key=_computed)
-    values |= {_MOST_TOKENS: longest.get("finetune/tokens") or 0.0, _MOST_COMPUTED: _computed(longest)}
-    return values | ({"actor/output_tokens_per_s": statistics.median(rates)} if rates else {})
+            values[name] = statistics.fmean(row[name] for row in kept if name in row)
+    for name in ("samples", "output_tokens"):
+        values[f"{name}_per_s"] = values.get(f"finetune/{name}", 0.0) / values["finetune/step_s"]
+    return values
 
 
 def _computed(row: Mapping[str, float]) -> float:
@@ -229,8 +230,8 @@ def _compared(forecast: RunForecast, longest: Work) -> list[tuple[str, float, st
             ("seconds a step", step.step_s, "finetune/step_s"),
             ("of these training, s", step.train_s, "finetune/train_s"),
             ("of these waiting for samples, s", step.step_s - step.train_s, "finetune/wait_data_s"),
-            ("samples/s", step.samples_s, "finetune/samples_per_s"),
-            ("output tokens/s", step.samples_s * forecast.work.output_tokens, "actor/output_tokens_per_s"),
+            ("samples/s", step.samples_s, "samples_per_s"),
+            ("output tokens/s", step.samples_s * forecast.work.output_tokens, "output_tokens_per_s"),
             ("lag, versions", step.lag, "finetune/lag_mean_versions"),
         ]
     return rows

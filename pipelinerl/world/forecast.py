@@ -42,8 +42,9 @@ SHARED_ROOM = 1 / 8
 _CHUNK_BYTES = 256 * MIB
 #: CUDA's context and the kernels' code; the work space of cuBLAS (both measured on an H200).
 _CONTEXT_BYTES, _WORK_SPACE = 0.74 * GIB, 0.08 * GIB
-#: Memory that PyTorch's allocator holds and cannot use: a base, and a share of what comes and goes (19 runs, one H200).
-_FRAGMENTS_BASE, _FRAGMENTS = 0.8 * GIB, 0.06
+#: Memory that PyTorch's allocator holds and cannot use, as a share of what comes and goes (9 runs with expandable
+#: segments, one H200; 0.06 and 0.8 GiB without them, and more where packs vary in length).
+_FRAGMENTS = 0.015
 #: PyTorch has no fp32 kernel for attention with fewer key-value heads: it keeps a matrix of weights for each sample,
 #: and needs two more in the backward pass. Samples are shorter than the longest one.
 _MEAN_LENGTH, _MATRICES_IN_BACKWARD = 0.8, 2
@@ -159,8 +160,7 @@ def trainer_memory(setup: TrainerSetup) -> Memory:
         peak = peak | {PROCESS: _TRAINER_PROCESS}
     else:
         moving = sum(peak.values()) - sum(held.values())
-        fragments = min(_FRAGMENTS_BASE, 0.25 * moving) + _FRAGMENTS * moving
-        peak = peak | {CONTEXT: _CONTEXT_BYTES + (0.35 * GIB if setup.ranks > 1 else 0) + fragments}
+        peak = peak | {CONTEXT: _CONTEXT_BYTES + (0.35 * GIB if setup.ranks > 1 else 0) + _FRAGMENTS * moving}
     return Memory({name: size for name, size in peak.items() if size > 0}, host)
 
 

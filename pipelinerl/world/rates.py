@@ -76,7 +76,7 @@ _BANDWIDTH_SHARE = 0.7
 _SERVER_SHARE = 0.5
 #: Seconds of the engine process for a step: at least, and for each sequence beyond those that the least covers. Uneven
 #: answers whose requests come and go (one H200, 135 M): 40 ms with 512 sequences, 16 to 23 ms with 256, 7 ms with 128.
-_HOST_S_PER_STEP, _HOST_S_PER_TOKEN, _HOST_S_COVERED = 4.5e-3, 86e-6, 4e-3
+_HOST_S_PER_STEP, _HOST_S_PER_TOKEN, _HOST_S_COVERED = 4.5e-3, 86e-6, 3.4e-3
 #: The same on a CPU (0.6 M: 8 ms with 64).
 _CPU_HOST_S_PER_STEP, _CPU_HOST_S_PER_TOKEN = 2e-3, 95e-6
 #: Where several processes compute on one card at once (one H200, 135 M): four servers beside a trainer make it 2.9
@@ -84,8 +84,12 @@ _CPU_HOST_S_PER_STEP, _CPU_HOST_S_PER_TOKEN = 2e-3, 95e-6
 #: MPS the trainer hardly notices four servers (1.70 s a step instead of 1.6), nor they it.
 _TRAINER_SLOWED, _SERVERS_SLOWED = 0.63, 0.3
 _TRAINER_SLOWED_MPS, _SERVERS_SLOWED_MPS = 0.02, 0.0
+#: How much longer the device takes for the kernels of both than for each alone (1.5 B, two runs, four servers).
+_MIXED = 1.15
 #: A weight update of the trainer: at least, and bytes per second (0.135 to 7 B; IPC and NCCL on one host).
 _UPDATE_S, _UPDATE_BANDWIDTH = 0.035, 100e9
+#: From the answer that completes a batch to its first micro-batch (steps of 0.2 s).
+_HANDOVER_S = 0.02
 #: Where servers and trainer alternate (135 M, 512 short answers on one and two H200): a server's API process for each
 #: request, which no work of the engine hides then; a round's first requests and last answers; sleeping and waking.
 _REQUEST_S, _ROUND_S, _CHANGEOVER_S = 1.0e-3, 0.15, 0.12
@@ -169,8 +173,8 @@ def largest_micro_batch(setup: TrainerSetup, work: Work) -> TrainerSetup:
     return replace(setup, pack_tokens=math.ceil(computed), shared_tokens=math.ceil(shared))
 
 
-def train_seconds(setup: TrainerSetup, work: Work, machine: Machine) -> float:
-    """Seconds of the trainer's part of a step: micro-batches and optimizer, on `setup.ranks` ranks."""
+def trainer_device_seconds(setup: TrainerSetup, work: Work, machine: Machine) -> float:
+    """Seconds in which the micro-batches of a step keep the device of a rank busy."""
     shape, is_lora = setup.shape, bool(setup.lora_rank)
     # A backward pass costs two forward passes, one of them for gradients of matrices, which frozen ones do without.
     passes = 3 + setup.checkpointing - is_lora
@@ -179,13 +183,20 @@ def train_seconds(setup: TrainerSetup, work: Work, machine: Machine) -> float:
     head = (6 if is_lora else 8) * shape.embedding * work.output_tokens / max(work.length, 1)
     tokens, computed = work.tokens / setup.ranks, work.computed / setup.ranks
     flops = computed * passes * 2 * shape.active_matrices + tokens * (passes * attention + head)
-    micro_batches = micro_batches_of(setup, work)
     if machine.on_cpu:
-        return flops / machine.flops + _OPTIMIZER_BYTES * setup.trained / machine.bandwidth
+        return flops / machine.flops
     slower = {"bf16": 1.0, "tf32": 2.0, "fp32": 15.0}[setup.products]
     kept = shape.layers * layer_bytes(setup) * _CROSSINGS
     kept *= (_CHECKPOINTING_CROSSINGS if setup.checkpointing else 1) * (_ADAPTER_CROSSINGS if is_lora else 1)
-    device = flops * slower / (machine.flops * _PRODUCT_SHARE) + computed * kept / machine.bandwidth
+    return flops * slower / (machine.flops * _PRODUCT_SHARE) + computed * kept / machine.bandwidth
+
+
+def train_seconds(setup: TrainerSetup, work: Work, machine: Machine) -> float:
+    """Seconds of the trainer's part of a step: micro-batches and optimizer, on `setup.ranks` ranks."""
+    shape, is_lora = setup.shape, bool(setup.lora_rank)
+    device, micro_batches = trainer_device_seconds(setup, work, machine), micro_batches_of(setup, work)
+    if machine.on_cpu:
+        return device + _OPTIMIZER_BYTES * setup.trained / machine.bandwidth
     host, again = _HOST_S_PER_LAYER, _HOST_CHECKPOINTING
     if setup.is_compiled:
         host, again = _COMPILED_HOST_S_PER_LAYER, _COMPILED_HOST_CHECKPOINTING
@@ -205,9 +216,13 @@ def train_seconds(setup: TrainerSetup, work: Work, machine: Machine) -> float:
     return max(device, micro_batches * shape.layers * host) + samples + optimizer + travel
 
 
-def server_rate(setup: ServerSetup, work: Work, machine: Machine, on_card: int = 1) -> float:
-    """Output tokens per second of one server with `work.concurrency` sequences, of `on_card` servers on its card."""
-    shape, count = setup.shape, max(1, min(work.concurrency, setup.max_sequences))
+def _sequences(setup: ServerSetup, work: Work) -> int:
+    return max(1, min(work.concurrency, setup.max_sequences))
+
+
+def server_device_seconds(setup: ServerSetup, work: Work, machine: Machine) -> float:
+    """Seconds in which a token of each sequence of one server keeps its device busy."""
+    shape, count = setup.shape, _sequences(setup, work)
     length = work.prompt_tokens + work.output_tokens / 2
     values = shape.active_matrices + shape.embedding
     reads = setup.weight_bytes * values + count * length * shape.kv_bytes(setup.kv_bytes)
@@ -216,7 +231,12 @@ def server_rate(setup: ServerSetup, work: Work, machine: Machine, on_card: int =
     flops = 2 * count * (values + prompt * shape.active_matrices)
     share = 1.0 if machine.on_cpu else _SERVER_SHARE
     bandwidth = machine.bandwidth * (1 if machine.on_cpu else _BANDWIDTH_SHARE)
-    device = max(reads / bandwidth, flops / (machine.flops * share)) / setup.gpus
+    return max(reads / bandwidth, flops / (machine.flops * share)) / setup.gpus
+
+
+def server_rate(setup: ServerSetup, work: Work, machine: Machine, on_card: int = 1) -> float:
+    """Output tokens per second of one server with `work.concurrency` sequences, of `on_card` servers on its card."""
+    device, count = server_device_seconds(setup, work, machine), _sequences(setup, work)
     host = max(_HOST_S_PER_STEP, count * _HOST_S_PER_TOKEN - _HOST_S_COVERED)
     if machine.on_cpu:
         host = _CPU_HOST_S_PER_STEP + count * _CPU_HOST_S_PER_TOKEN
@@ -298,11 +318,16 @@ def step_forecast(
         rate /= 1 + (_SERVERS_SLOWED_MPS if layout.mps else _SERVERS_SLOWED) * others
         train_s *= 1 + (_TRAINER_SLOWED_MPS if layout.mps else _TRAINER_SLOWED) * others
     generate_s = work.samples * work.output_tokens / max(rate, 1e-9)
+    if layout.shared and not layout.turns and not machine.on_cpu:
+        # A card has so much time. The trainer, whose kernels are large, gets what it needs.
+        of_card = work.samples * work.output_tokens * layout.on_card / layout.servers
+        served = of_card / _sequences(server, work) * server_device_seconds(server, work, machine)
+        generate_s = max(generate_s, _MIXED * (trainer_device_seconds(trainer, work, machine) + served))
     update_s = _UPDATE_S + trainer.shape.parameters * trainer.served_bytes / _UPDATE_BANDWIDTH
     if layout.turns:
         generate_s += work.samples / layout.servers * _REQUEST_S + _ROUND_S / layout.round_steps
         update_s = (update_s + _CHANGEOVER_S * layout.sleeps) / layout.round_steps
-    step_s = generate_s + train_s + update_s if layout.turns else max(generate_s, train_s + update_s)
+    step_s = generate_s + train_s + update_s if layout.turns else max(generate_s, train_s + update_s + _HANDOVER_S)
     in_progress = min(layout.servers * work.concurrency / max(work.samples, 1), layout.ahead)
     lag = in_progress / 2 + 0.5 if generate_s > train_s else max(0.0, layout.ahead - 1)
     billions = trainer.shape.parameters / 1e9

@@ -120,29 +120,32 @@ def test_a_record_against_its_forecast(tmp_path: Path, model: Path, capsys: pyte
     step |= {"finetune/tokens": 64 * 500, "finetune/output_tokens": 64 * 300, "finetune/gpu_memory_peak_gib": 25.0}
     step |= {"finetune/gpu_memory_reserved_peak_gib": 27.0}
     files.metrics_file.write_text(f"{json.dumps(step)}\n" * 5)
-    assert main(["--from", str(files.root), "--card=h100"]) == 0
+    assert main(["--from", str(files.root), "--card=a100 40gb"]) == 0
     printed = capsys.readouterr().out
     assert "64 samples of 200 + 300 tokens" in printed
     assert "25.00" in printed
     assert "waited 50%" in printed
     assert "finetune.seq_length=24000" in printed  # 32,000 tokens are several packs
-    assert "finetune.gradient_checkpointing=false" not in printed  # 12,000 tokens of 7 B do not fit without
+    assert "finetune.gradient_checkpointing=false" not in printed  # 12,000 tokens of 7 B need 74 GiB without
     step |= {"finetune/tokens": 64 * 5, "finetune/output_tokens": 64 * 3}
     files.metrics_file.write_text(f"{json.dumps(step)}\n" * 5)
-    assert main(["--from", str(files.root), "--card=h100"]) == 0
+    assert main(["--from", str(files.root), "--card=a100 40gb"]) == 0
     assert "finetune.seq_length" not in capsys.readouterr().out  # one pack holds them all
     with pytest.raises(ConfigError):
         main(["--from", str(tmp_path), "--card=h100"])
 
 
-def test_the_medians_of_a_run_leave_out_its_first_steps(tmp_path: Path) -> None:
+def test_the_means_of_a_run_leave_out_its_first_steps(tmp_path: Path) -> None:
     seconds = [50.0, 9.0, 2.0, 4.0, 3.0]
     rows = [{"finetune/step_s": value, "finetune/gpu_memory_peak_gib": 10 - value} for value in seconds]
+    for row, tokens, computed in zip(rows, (7, 8, 9, 9, 9), (5, 6, 4, 3, 2), strict=True):
+        row |= {"finetune/tokens": tokens, "finetune/computed_tokens": computed, "finetune/samples": 6}
     rows.append({"actor/output_tokens_per_s": 100.0})
     file = tmp_path / "metrics.jsonl"
     file.write_text("".join(f"{json.dumps(row)}\n" for row in rows))
     found = recorded_steps(file)
     assert found["steps"] == 3
-    assert found.get("finetune/step_s") == 3.0
-    assert found.get("finetune/gpu_memory_peak_gib") == 8.0
-    assert found.get("actor/output_tokens_per_s") == 100.0
+    assert found["finetune/step_s"] == 3.0
+    assert found["samples_per_s"] == 2.0
+    assert found["finetune/gpu_memory_peak_gib"] == 8.0
+    assert (found["most_tokens"], found["most_computed_tokens"]) == (8, 6)

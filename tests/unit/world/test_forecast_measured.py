@@ -9,7 +9,15 @@ import pytest
 
 from pipelinerl.world.forecast import GIB, ServerSetup, TrainerSetup, trainer_memory
 from pipelinerl.world.model_shape import ModelShape, shape_of
-from pipelinerl.world.rates import Layout, Work, card_machine, server_rate, step_forecast, train_seconds
+from pipelinerl.world.rates import (
+    Layout,
+    Work,
+    card_machine,
+    largest_micro_batch,
+    server_rate,
+    step_forecast,
+    train_seconds,
+)
 
 #: family, hidden, intermediate, layers, heads, key-value heads, vocabulary, tied
 SHAPES = {
@@ -75,6 +83,30 @@ def test_memory_and_time_of_a_measured_step(row: Step) -> None:
     work = Work(samples, MEAN_TOKENS * PROMPT_SHARE, MEAN_TOKENS * (1 - PROMPT_SHARE), 64)
     if seconds is not None:
         assert train_seconds(setup, work, card_machine("NVIDIA H200")) == pytest.approx(seconds, rel=0.2)
+
+
+@pytest.mark.parametrize(
+    ("tokens", "computed", "peak_gib", "reserved_gib"), [(75569, 4224, 6.92, 6.93), (48772, 22804, 15.43, None)]
+)
+def test_memory_of_a_measured_step_with_shared_prefixes(
+    tokens: int, computed: int, peak_gib: float, reserved_gib: float | None
+) -> None:
+    """One micro-batch of 512 samples, most of whose prompts are kept once. Reserve with expandable segments."""
+    setup = TrainerSetup(shape("llama-135m"), pack_tokens=32768, checkpointing=False, chunk_tokens=4096, longest=1024)
+    work = Work(512, 0, tokens / 512, 1, computed / 512)
+    memory = trainer_memory(largest_micro_batch(setup, work))
+    assert 0.97 * peak_gib <= memory.tensors / GIB <= 1.1 * peak_gib
+    if reserved_gib is not None:
+        assert 0.97 * reserved_gib <= memory.reserved / GIB <= 1.1 * reserved_gib
+
+
+def test_the_largest_micro_batch_is_a_full_row_or_the_step() -> None:
+    setup = TrainerSetup(shape("llama-135m"), pack_tokens=1000, checkpointing=False)
+    assert setup.shared_room == 0.125
+    # 600 computed and 100 of 800 shared ones: one row. Of twice as many, two rows, each with room for 900 and 800.
+    short, long = (largest_micro_batch(setup, Work(count, 0, 14, 1, 6)) for count in (100, 200))
+    assert (short.pack_tokens, short.shared_tokens) == (600, 800)
+    assert (long.pack_tokens, long.shared_tokens) == (900, 800)
 
 
 def test_time_of_a_measured_step_with_shared_prefixes() -> None:
