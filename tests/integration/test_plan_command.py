@@ -117,13 +117,13 @@ def test_a_record_against_its_forecast(tmp_path: Path, model: Path, capsys: pyte
     ]
     files.world_file.write_text(WorldMap(jobs, "cuda", 1, "127.0.0.1", 1).to_json())
     step = {"finetune/step_s": 20.0, "finetune/wait_data_s": 10.0, "finetune/train_s": 9.0, "finetune/samples": 64}
-    step |= {"finetune/tokens": 64 * 500, "finetune/output_tokens": 64 * 300, "finetune/gpu_memory_peak_gib": 25.0}
-    step |= {"finetune/gpu_memory_reserved_peak_gib": 27.0}
+    step |= {"finetune/tokens": 64 * 500, "finetune/output_tokens": 64 * 300, "finetune/gpu_memory_peak_gib": 22.0}
+    step |= {"finetune/gpu_memory_reserved_peak_gib": 23.0}
     files.metrics_file.write_text(f"{json.dumps(step)}\n" * 5)
     assert main(["--from", str(files.root), "--card=a100 40gb"]) == 0
     printed = capsys.readouterr().out
     assert "64 samples of 200 + 300 tokens" in printed
-    assert "25.00" in printed
+    assert "22.00" in printed
     assert "waited 50%" in printed
     assert "finetune.seq_length=24000" in printed  # 32,000 tokens are several packs
     assert "finetune.gradient_checkpointing=false" not in printed  # 12,000 tokens of 7 B need 74 GiB without
