@@ -178,8 +178,8 @@ def recorded_steps(metrics_file: Path) -> dict[str, float]:
             values[name] = max(row[name] for row in rows if name in row)
         else:
             values[name] = statistics.fmean(row[name] for row in kept if name in row)
-    for name in ("samples", "output_tokens"):
-        values[f"{name}_per_s"] = values.get(f"finetune/{name}", 0.0) / values["finetune/step_s"]
+    values["samples_per_s"] = values.get("finetune/samples", 0.0) / values["finetune/step_s"]
+    values["output_tokens_per_s"] = values.get("finetune/output_tokens", 0.0) / values["finetune/step_s"]
     return values
 
 
