@@ -67,7 +67,8 @@ REMARK = "remark of the check: "
 
 @dataclass(frozen=True)
 class Start:
-    """A run to be started. `search_dirs` are folders with the user's modules. `has_agents`: nodes check themselves."""
+    """A run to be started. `search_dirs` are folders with the user's modules. `has_agents`: nodes check themselves.
+    `is_restart`: this launcher has checked and started the run before."""
 
     config: RunConfig
     cluster: Cluster
@@ -75,6 +76,7 @@ class Start:
     search_dirs: Sequence[Path] = ()
     is_dry_run: bool = False
     has_agents: bool = False
+    is_restart: bool = False
 
     @property
     def has_servers(self) -> bool:
@@ -356,7 +358,7 @@ def check_domain(start: Start) -> list[str]:
         UserError: with the message of the child.
     """
     config = start.config
-    if not config.has_stage("actor"):
+    if start.is_restart or not config.has_stage("actor"):
         return []
     what = f"dataset_loader {config.dataset_loader} and actor.rollout_policy {config.actor.rollout_policy}"
     with ScratchFolder("check") as folder:

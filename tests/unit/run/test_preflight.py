@@ -44,6 +44,16 @@ def test_the_list_of_checks() -> None:
     assert names["check_domain"].dry_run == "skip" and list(names)[-1] == "check_domain"
 
 
+def test_the_task_is_checked_once_by_a_launcher(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: Any, **__: Any) -> None:
+        raise AssertionError("the check started a process")
+
+    monkeypatch.setattr(preflight.subprocess, "run", refuse)
+    with pytest.raises(AssertionError):
+        preflight.check_domain(start({}))
+    assert preflight.check_domain(replace(start({}), is_restart=True)) == []
+
+
 def test_data_sets_of_built_in_domains_are_looked_at_in_a_dry_run(tmp_path: Path) -> None:
     file = tmp_path / "rows.jsonl"
     file.write_text('{"question": "1+1?", "answer": "2"}\n')
