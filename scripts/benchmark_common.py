@@ -169,10 +169,16 @@ def random_model(size: str, folder: Path, dtype: torch.dtype, tokenizer: str | N
     """A Qwen2 model of `size` billion parameters with random weights; returns `folder`.
 
     Args:
-        tokenizer: the model, of at most as many tokens, whose tokenizer it gets; None: one of words without meaning.
+        tokenizer: the model whose tokenizer it gets; None: one of words without meaning.
+
+    Raises:
+        ValueError: that tokenizer has more tokens than a model of this size.
     """
+    own = None if tokenizer is None else AutoTokenizer.from_pretrained(tokenizer)
     hidden, intermediate, layers, heads, kv_heads = SHAPES[size]
     vocabulary = 512 if size in ("0.001", "0.0011") else 49152 if size == "0.13" else 151936
+    if own is not None and len(own) > vocabulary:
+        raise ValueError(f"the tokenizer of {tokenizer} has {len(own)} tokens, a model of {size} B has {vocabulary}")
     config = Qwen2Config(
         vocab_size=vocabulary,
         hidden_size=hidden,
@@ -182,7 +188,7 @@ def random_model(size: str, folder: Path, dtype: torch.dtype, tokenizer: str | N
         num_key_value_heads=kv_heads,
         max_position_embeddings=4096,
         tie_word_embeddings=size != "7",
-        eos_token_id=1,
+        eos_token_id=1 if own is None else own.eos_token_id,
         pad_token_id=0,
     )
     torch.manual_seed(0)
@@ -194,8 +200,8 @@ def random_model(size: str, folder: Path, dtype: torch.dtype, tokenizer: str | N
     del model
     if torch.cuda.is_available():
         torch.cuda.empty_cache()
-    if tokenizer is not None:
-        AutoTokenizer.from_pretrained(tokenizer).save_pretrained(folder)
+    if own is not None:
+        own.save_pretrained(folder)
         return folder
     words = {"<pad>": 0, "<eos>": 1, "<unk>": 2, **{f"w{index}": index for index in range(3, vocabulary)}}
     tokenizer = Tokenizer(models.WordLevel(words, unk_token="<unk>"))

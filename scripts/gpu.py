@@ -69,7 +69,7 @@ def measurements(model: str, out: Path) -> dict[str, Measurement]:
         add(f"league-{count}", f"{league} --seeds 1 --out {here}/league-{count}")
     add("ours-1", f"{league} --systems ours --out {here}/ours-1")
     # Shorter packs than those of the smallest model leave room for several servers.
-    large = f"{league} --size 1.5 --tasks stories --seeds 1 --steps 8"
+    large = f"{league} --size 1.5 --tasks stories --seeds 1 --steps 5"
     add("league-1.5b-1", f"{large} --out {here}/league-1.5b-1 -- finetune.seq_length=16384")
     sums = f"{league} --systems ours --tasks sums"
     add("sums-in-flight-1", f"{sums} --out {here}/sums-in-flight-1")

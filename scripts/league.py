@@ -186,7 +186,7 @@ def run_trl(args: argparse.Namespace, task: str, seed: int, folder: Path) -> lis
         "max_model_len": MAX_MODEL_LEN,
         "max_lag_versions": MAX_LAG_VERSIONS,
         # Padded: what fits in memory with long answers, or with a larger model.
-        "micro_batch": 512 if TASKS[task].max_tokens <= 100 else 32 if args.size else 128,
+        "micro_batch": 512 if TASKS[task].max_tokens <= 100 else 32 if float(args.size or 0) > 1 else 128,
     }
     (folder / "settings.json").write_text(json.dumps(settings))
     log = folder / "steps.jsonl"

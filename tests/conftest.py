@@ -16,9 +16,6 @@ sys.path.insert(0, str(Path(__file__).parent))
 
 from fakes.vllm_process import VLLMProcess
 
-# Nothing of what collection imports is garbage, and looking for it took a fifth of the time.
-gc.disable()
-
 # How long an example takes is for the machine to say, not for a test.
 settings.register_profile("any machine", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("any machine")
@@ -40,6 +37,10 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
 @functools.cache
 def has_server(file: Path) -> bool:
     return "tiny_server" in file.read_text(encoding="utf-8")
+
+
+def pytest_collection() -> None:
+    gc.disable()  # nothing of what it imports is garbage, and looking for that takes a fifth of its time
 
 
 def pytest_collection_finish() -> None:

@@ -43,7 +43,6 @@ from pipelinerl.world.forecast import GIB, trainer_memory
 from pipelinerl.world.rates import (
     CARDS,
     Machine,
-    Work,
     card_kind,
     card_machine,
     cpu_machine,
@@ -56,8 +55,8 @@ _WARM_UP_STEPS = 2
 #: A side that waits for more than this share of a step is worth a change.
 _MUCH_WAITING = 0.3
 _SPARE_MEMORY = 0.6
-#: Tokens of the step with the most, all and computed, among the metrics of a run.
-_MOST_TOKENS, _MOST_COMPUTED = "most_tokens", "most_computed_tokens"
+#: Of the step that computed the most tokens: all of its tokens, and those that were computed.
+_LONGEST_TOKENS, _LONGEST_COMPUTED = "longest_step_tokens", "longest_step_computed_tokens"
 
 
 def main(argv: list[str]) -> int:
@@ -153,10 +152,10 @@ def _hardware(args: argparse.Namespace, here: Machine | None, has_gpus: bool) ->
 
 
 def recorded_steps(metrics_file: Path) -> dict[str, float]:
-    """Means of the trainer's metrics after the first steps; `steps` is the number of steps. Of memory, and of the
-    tokens that take it, the largest values of all steps.
+    """Means of the trainer's metrics after the first steps, and the largest values of memory in all steps.
 
-    Steps that wait for a batch alternate with steps that find one, so medians would tell of one kind.
+    Means, because steps that wait for their batch alternate with steps that find it ready. Also `steps` (those of the
+    means), `samples_per_s` and `output_tokens_per_s` (per second of these steps), and the tokens of the longest step.
 
     Raises:
         ConfigError: the run has no more than the first steps.
@@ -170,8 +169,8 @@ def recorded_steps(metrics_file: Path) -> dict[str, float]:
     longest = max(rows, key=_computed)
     values: dict[str, float] = {
         "steps": len(kept),
-        _MOST_TOKENS: longest.get("finetune/tokens") or 0.0,
-        _MOST_COMPUTED: _computed(longest),
+        _LONGEST_TOKENS: longest.get("finetune/tokens") or 0.0,
+        _LONGEST_COMPUTED: _computed(longest),
     }
     for name in {name for row in kept for name, value in row.items() if isinstance(value, int | float)}:
         if "memory" in name:
@@ -207,19 +206,18 @@ def _compare(args: argparse.Namespace) -> None:
         f"{run.run_dir.root}: {seen['steps']} steps of {samples:,.0f} samples of {prompt:,.0f} + {output:,.0f} tokens"
     )
     print(f"{'':36} {'forecast':>12} {'seen':>12} {'ratio':>7}")
-    longest = Work(int(samples), 0.0, seen[_MOST_TOKENS] / samples, 1, seen[_MOST_COMPUTED] / samples)
-    for label, expected, name in _compared(forecast, longest):
+    for label, expected, name in _compared(forecast, seen):
         if (found := seen.get(name)) is not None:
             ratio = f"{expected / found:.2f}" if found else "-"
             print(f"{label:36} {expected:12,.2f} {found:12,.2f} {ratio:>7}")
     print("\n".join(changes(forecast, seen)))
 
 
-def _compared(forecast: RunForecast, longest: Work) -> list[tuple[str, float, str]]:
-    """(label, forecast, metric) of everything that can be compared. `longest` is the step with the most tokens."""
+def _compared(forecast: RunForecast, seen: Mapping[str, float]) -> list[tuple[str, float, str]]:
+    """(label, forecast, metric) of everything that can be compared. Memory is that of the longest step."""
     step, trainer = forecast.step, forecast.trainer
     assert trainer is not None
-    memory = trainer_memory(largest_micro_batch(trainer, longest))
+    memory = trainer_memory(largest_micro_batch(trainer, seen[_LONGEST_TOKENS], seen[_LONGEST_COMPUTED]))
     rows = [
         ("peak of tensors, GiB", memory.tensors / GIB, "finetune/gpu_memory_peak_gib"),
         ("peak with reserve, GiB", memory.reserved / GIB, "finetune/gpu_memory_reserved_peak_gib"),

@@ -390,12 +390,16 @@ def build_command(
     if job.kind == "finetune":
         values = (job.idx, world.num_finetune_ranks, job.local_idx, len(ranks), world.master_addr, world.master_port)
         env |= dict(zip(_RANK_KEYS, map(str, values), strict=True))
-        if world.device == "cuda" and not any(environ.get(key) for key in ALLOCATOR_KEYS):
-            # Micro-batches of ever new lengths leave gaps in segments of a fixed size: up to twice the memory.
+        if world.device == "cuda" and not _sets_allocator(environ):
+            # Micro-batches of many lengths leave gaps in segments of a fixed size, up to twice the memory.
             env[ALLOCATOR_KEYS[0]] = "expandable_segments:True"
     if job.kind in _USER_CODE_KINDS and search_dirs:
         env["PYTHONPATH"] = os.pathsep.join(filter(None, [*map(str, search_dirs), environ.get("PYTHONPATH", "")]))
     return Command(job, argv, env)
+
+
+def _sets_allocator(environ: Mapping[str, str]) -> bool:
+    return any(key in environ for key in ALLOCATOR_KEYS)
 
 
 def trainer_variables(environ: Mapping[str, str]) -> list[str]:
@@ -407,7 +411,10 @@ def child_environment(command: Command, environ: Mapping[str, str], token: str, 
     """The whole environment of the child, with the secrets that it needs. They are never in argv or `command.sh`."""
     dropped = {*_RANK_KEYS, *SECRET_KEYS, *trainer_variables(environ)}
     inherited = {key: value for key, value in environ.items() if key not in dropped}
-    return inherited | dict(command.env) | {TOKEN_KEY: token, DEATH_FD_KEY: str(death_fd)}
+    own = dict(command.env)
+    if _sets_allocator(environ):  # on this node
+        own.pop(ALLOCATOR_KEYS[0], None)
+    return inherited | own | {TOKEN_KEY: token, DEATH_FD_KEY: str(death_fd)}
 
 
 def socket_parent(environ: Mapping[str, str]) -> str | None:

@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import math
 import os
+import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -330,14 +331,14 @@ def checksum_problem(buffer: torch.Tensor, num_bytes: int, mark: int) -> str | N
 
 
 @contextmanager
-def _exportable_memory() -> Iterator[None]:
-    """Within it, new tensors on a GPU can be opened by other processes of the user.
+def exportable_memory(device: torch.device) -> Iterator[None]:
+    """Within it, tensors that any thread makes on a GPU can be opened by other processes of the user.
 
     The handle of an expandable segment is a file descriptor, and containers forbid taking one from another process.
     """
-    settings = next(filter(None, map(os.environ.get, ALLOCATOR_KEYS)), "")
-    fixed = settings.replace("expandable_segments:True", "expandable_segments:False")
-    if fixed == settings:
+    settings = next((os.environ[key] for key in ALLOCATOR_KEYS if key in os.environ), "")
+    fixed = re.sub(r"(expandable_segments\s*:)\s*True", r"\1False", settings)
+    if fixed == settings or device.type != "cuda":
         yield
         return
     torch._C._accelerator_setAllocatorSettings(fixed)
@@ -359,8 +360,9 @@ def pack(tensors: Sequence[torch.Tensor], mark: int) -> torch.Tensor:
     if first not in _JOINED_DTYPES or any(part.dtype != first for part in flat):
         flat = [part.contiguous().view(torch.uint8) for part in flat]
     payload = sum(part.numel() for part in flat) * flat[0].element_size()
-    with _exportable_memory():
-        buffer = torch.empty(_padded(payload) + CHECKSUM_BYTES, dtype=torch.uint8, device=flat[0].device)
+    device = flat[0].device
+    with exportable_memory(device):
+        buffer = torch.empty(_padded(payload) + CHECKSUM_BYTES, dtype=torch.uint8, device=device)
     torch.cat(flat, out=buffer[:payload].view(flat[0].dtype))
     buffer[payload:-CHECKSUM_BYTES].zero_()
     words = buffer.view(torch.int64)

@@ -32,8 +32,9 @@ Sharding = Literal["plain", "fsdp", "zero1", "zero2", "zero3"]
 WEIGHTS, COPIES, RESTS = "master weights", "weights in 16 bits", "rounding remainders"
 GRADIENTS, OPTIMIZER, STEP = "gradients", "optimizer state", "optimizer step"
 ACTIVATIONS, LOGITS, REFERENCE = "activations", "logits and head", "reference model"
-GATHERED, CACHE, CONTEXT, WORK = "gathered layers", "KV cache", "CUDA and allocator", "work space"
+GATHERED, CACHE, CONTEXT, WORK = "gathered layers", "KV cache", "CUDA", "work space"
 SERVED, GRAPHS, BUFFERS, PROCESS = "servers' weights", "CUDA graphs", "update buffers", "processes"
+FRAGMENTS = "fragments"
 
 #: Room that a shared token takes in a packed row: it is computed once, and for every further sample varlen attention
 #: keeps only keys and values, at most an eighth of what a computed token keeps (`layer_bytes`).
@@ -139,13 +140,13 @@ class Memory:
 
     @property
     def tensors(self) -> float:
-        """Without what no tensor holds: CUDA, and what the allocator cannot use."""
-        return self.total - self.parts.get(CONTEXT, 0.0) - self.parts.get(PROCESS, 0.0)
+        """Without what no tensor holds: CUDA's own, and what the allocator cannot use."""
+        return self.reserved - self.parts.get(FRAGMENTS, 0.0)
 
     @property
     def reserved(self) -> float:
         """What PyTorch's allocator holds: everything but CUDA's own."""
-        return self.total - (_CONTEXT_BYTES if CONTEXT in self.parts else 0.0)
+        return self.total - self.parts.get(CONTEXT, 0.0) - self.parts.get(PROCESS, 0.0)
 
     @property
     def host_total(self) -> float:
@@ -160,7 +161,7 @@ def trainer_memory(setup: TrainerSetup) -> Memory:
         peak = peak | {PROCESS: _TRAINER_PROCESS}
     else:
         moving = sum(peak.values()) - sum(held.values())
-        peak = peak | {CONTEXT: _CONTEXT_BYTES + (0.35 * GIB if setup.ranks > 1 else 0) + _FRAGMENTS * moving}
+        peak = peak | {CONTEXT: _CONTEXT_BYTES + (0.35 * GIB if setup.ranks > 1 else 0), FRAGMENTS: _FRAGMENTS * moving}
     return Memory({name: size for name, size in peak.items() if size > 0}, host)
 
 

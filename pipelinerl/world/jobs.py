@@ -11,7 +11,7 @@ SERVER_KINDS = ("actor_llm", "preprocessor_llm", "environment", "verifier")
 #: How weights reach a server (`weights.transport`): on a CPU, on another GPU, on the trainer's GPU.
 CPU_TRANSPORT, GPU_TRANSPORT, SAME_GPU_TRANSPORT = TRANSPORTS = ("gloo", "nccl", "ipc")
 
-#: Variables with the settings of PyTorch's allocator; the first one that is set counts.
+#: Variables with the settings of PyTorch's allocator; the first one that is set counts, even if it is empty.
 ALLOCATOR_KEYS = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
 
 

@@ -84,12 +84,13 @@ _CPU_HOST_S_PER_STEP, _CPU_HOST_S_PER_TOKEN = 2e-3, 95e-6
 #: MPS the trainer hardly notices four servers (1.70 s a step instead of 1.6), nor they it.
 _TRAINER_SLOWED, _SERVERS_SLOWED = 0.63, 0.3
 _TRAINER_SLOWED_MPS, _SERVERS_SLOWED_MPS = 0.02, 0.0
-#: How much longer the device takes for the kernels of both than for each alone (1.5 B, two runs, four servers).
+#: How much longer the device takes for the kernels of servers and trainer at once than for both, one after the other
+#: (1.5 B, two runs, four servers).
 _MIXED = 1.15
 #: A weight update of the trainer: at least, and bytes per second (0.135 to 7 B; IPC and NCCL on one host).
 _UPDATE_S, _UPDATE_BANDWIDTH = 0.035, 100e9
-#: From the answer that completes a batch to its first micro-batch (steps of 0.2 s).
-_HANDOVER_S = 0.02
+#: Of a trainer that is the slower side, from one step to the next: bookkeeping, and reading the batch that is ready.
+_BETWEEN_STEPS_S = 0.02
 #: Where servers and trainer alternate (135 M, 512 short answers on one and two H200): a server's API process for each
 #: request, which no work of the engine hides then; a round's first requests and last answers; sleeping and waking.
 _REQUEST_S, _ROUND_S, _CHANGEOVER_S = 1.0e-3, 0.15, 0.12
@@ -160,17 +161,25 @@ class Work:
 
 def micro_batches_of(setup: TrainerSetup, work: Work) -> int:
     """Micro-batches of each rank in a step, if its rows are full."""
-    in_rows = work.computed + setup.shared_room * (work.tokens - work.computed)
+    return _rows(setup, work.tokens, work.computed)
+
+
+def _rows(setup: TrainerSetup, tokens: float, computed: float) -> int:
+    in_rows = computed + setup.shared_room * (tokens - computed)
     return max(1, math.ceil(in_rows / setup.ranks / max(setup.pack_tokens, 1)))
 
 
-def largest_micro_batch(setup: TrainerSetup, work: Work) -> TrainerSetup:
-    """`setup` with the tokens of its largest micro-batch in such a step: a full row, or what the step has."""
-    computed, shared = work.computed / setup.ranks, (work.tokens - work.computed) / setup.ranks
-    if (rows := micro_batches_of(setup, work)) > 1:
-        shared /= rows
-        computed = setup.pack_tokens - setup.shared_room * shared
-    return replace(setup, pack_tokens=math.ceil(computed), shared_tokens=math.ceil(shared))
+def largest_micro_batch(setup: TrainerSetup, tokens: float, computed: float) -> TrainerSetup:
+    """`setup` with the tokens of its largest micro-batch in a step: a full row, or all that the step has.
+
+    Args:
+        tokens: of the step, on all ranks; `computed`: those that the trainer computes.
+    """
+    if setup.shared_room == 1:  # they are kept in full
+        computed = tokens
+    shared, rows = (tokens - computed) / setup.ranks, _rows(setup, tokens, computed)
+    most = computed / setup.ranks if rows == 1 else setup.pack_tokens - setup.shared_room * shared / rows
+    return replace(setup, pack_tokens=math.ceil(most), shared_tokens=math.ceil(shared / rows))
 
 
 def trainer_device_seconds(setup: TrainerSetup, work: Work, machine: Machine) -> float:
@@ -253,6 +262,7 @@ class StepForecast:
         train_s: of the trainer's part.
         step_s: of the whole.
         lag: mean versions between sampling and training a token.
+        turns: servers and trainer alternate.
     """
 
     generate_s: float
@@ -262,12 +272,13 @@ class StepForecast:
     server_tokens_s: float
     trainer_tokens_s: float
     samples_s: float
+    turns: bool
     is_measured: bool
 
     @property
     def waits(self) -> str:
         """Which side waits, and for how long per step."""
-        if self.step_s > 0.999 * (self.generate_s + self.train_s):
+        if self.turns:
             return f"they alternate: {self.generate_s:.2f} s of sampling, {self.train_s:.2f} s of training"
         if self.generate_s > self.train_s:
             return f"the trainer waits {self.generate_s - self.train_s:.2f} s of each step for samples"
@@ -319,15 +330,16 @@ def step_forecast(
         train_s *= 1 + (_TRAINER_SLOWED_MPS if layout.mps else _TRAINER_SLOWED) * others
     generate_s = work.samples * work.output_tokens / max(rate, 1e-9)
     if layout.shared and not layout.turns and not machine.on_cpu:
-        # A card has so much time. The trainer, whose kernels are large, gets what it needs.
+        # Both use the same device. The trainer, whose kernels are large, hardly notices.
         of_card = work.samples * work.output_tokens * layout.on_card / layout.servers
         served = of_card / _sequences(server, work) * server_device_seconds(server, work, machine)
         generate_s = max(generate_s, _MIXED * (trainer_device_seconds(trainer, work, machine) + served))
+        rate = work.samples * work.output_tokens / generate_s
     update_s = _UPDATE_S + trainer.shape.parameters * trainer.served_bytes / _UPDATE_BANDWIDTH
     if layout.turns:
         generate_s += work.samples / layout.servers * _REQUEST_S + _ROUND_S / layout.round_steps
         update_s = (update_s + _CHANGEOVER_S * layout.sleeps) / layout.round_steps
-    step_s = generate_s + train_s + update_s if layout.turns else max(generate_s, train_s + update_s + _HANDOVER_S)
+    step_s = generate_s + train_s + update_s if layout.turns else max(generate_s, train_s + update_s + _BETWEEN_STEPS_S)
     in_progress = min(layout.servers * work.concurrency / max(work.samples, 1), layout.ahead)
     lag = in_progress / 2 + 0.5 if generate_s > train_s else max(0.0, layout.ahead - 1)
     billions = trainer.shape.parameters / 1e9
@@ -340,5 +352,6 @@ def step_forecast(
         server_tokens_s=rate,
         trainer_tokens_s=work.tokens / max(train_s, 1e-9),
         samples_s=work.samples / max(step_s, 1e-9),
+        turns=layout.turns,
         is_measured=known and _MEASURED_BILLIONS[0] <= billions <= _MEASURED_BILLIONS[1],
     )

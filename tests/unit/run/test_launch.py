@@ -18,6 +18,7 @@ import pipelinerl.launch as launch_module
 from pipelinerl.config import RunConfig
 from pipelinerl.errors import EXIT_USER_ERROR, ConfigError, UserError
 from pipelinerl.run.node_agent import NodeAgent
+from pipelinerl.run.preflight import Start
 from pipelinerl.run.processes import Outcome
 from pipelinerl.rundir.layout import RunDir, RunIdentity, write_identity
 from pipelinerl.world import ClusterMember, ClusterNode
@@ -72,15 +73,23 @@ def test_a_signal_while_a_run_fails_is_in_its_outcome(
             os.kill(os.getpid(), signum)
         return died("finetune_0")
 
-    changes: dict[str, Any] = {"check_start": lambda start: [], "bounded_by_record": lambda config: config}
+    checked: list[bool] = []
+
+    def check_start(start: Start) -> list[str]:
+        checked.append(start.is_restart)
+        return []
+
+    changes: dict[str, Any] = {"check_start": check_start, "bounded_by_record": lambda config: config}
     changes |= {name: lambda *_, **__: nullcontext(MagicMock()) for name in ("FreePorts",)}
     changes |= dict.fromkeys(("enter", "build_world_map", "save_config"), MagicMock())
     for name, value in {**changes, "supervise": fails}.items():
         monkeypatch.setattr(launch_module, name, value)
     monkeypatch.setattr(launch_module.logging, "basicConfig", MagicMock())
     config = RunConfig.model_validate({"output_dir": str(tmp_path)})
-    outcome = launch_module._supervised(MagicMock(), config, MagicMock(), SimpleQueue(), [])
-    assert outcome == replace(died("finetune_0"), signum=signums[0] if signums else None)
+    for restarts in ([], ["finetune_0 died"]):
+        outcome = launch_module._supervised(MagicMock(), config, MagicMock(), SimpleQueue(), restarts)
+        assert outcome == replace(died("finetune_0"), signum=signums[0] if signums else None)
+    assert checked == [False, True]
 
 
 @pytest.mark.parametrize("found", [None, RunIdentity(run_id="run-a", incarnation=1)])

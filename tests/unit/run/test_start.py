@@ -385,7 +385,8 @@ def test_o4_a_trainer_rank_sees_the_devices_of_its_node_and_knows_its_place() ->
 @pytest.mark.parametrize(
     ("kind", "device", "environ", "expected"),
     [
-        ("finetune", "cuda", {"PYTORCH_CUDA_ALLOC_CONF": ""}, "expandable_segments:True"),
+        ("finetune", "cuda", {}, "expandable_segments:True"),
+        ("finetune", "cuda", {"PYTORCH_CUDA_ALLOC_CONF": ""}, None),
         ("finetune", "cuda", {"PYTORCH_CUDA_ALLOC_CONF": "max_split_size_mb:64"}, None),
         ("finetune", "cuda", {"PYTORCH_ALLOC_CONF": "expandable_segments:False"}, None),
         ("finetune", "cpu", {}, None),
@@ -396,8 +397,12 @@ def test_a_trainers_allocator_leaves_no_gaps_unless_the_user_set_it(
     kind: str, device: str, environ: dict[str, str], expected: str | None
 ) -> None:
     each = job(kind)
-    env = build_command(each, msgspec.structs.replace(world(each), device=device), RUN, environ).env
-    assert env.get("PYTORCH_CUDA_ALLOC_CONF") == expected
+    plan = msgspec.structs.replace(world(each), device=device)
+    assert build_command(each, plan, RUN, environ).env.get("PYTORCH_CUDA_ALLOC_CONF") == expected
+    # What is set on the node of the job counts as well.
+    command = build_command(each, plan, RUN, {})
+    env = child_environment(command, environ, token="", death_fd=7)
+    assert env.get("PYTORCH_CUDA_ALLOC_CONF") == environ.get("PYTORCH_CUDA_ALLOC_CONF", expected)
 
 
 def test_o4_a_server_sees_its_own_devices_and_others_none() -> None:

@@ -22,6 +22,7 @@ from pipelinerl.weights.buffers import (
     WeightSource,
     checksum,
     checksum_problem,
+    exportable_memory,
     mark_of,
     metas_of,
     pack,
@@ -34,6 +35,7 @@ from pipelinerl.weights.buffers import (
     update_info_of,
 )
 
+SETTINGS = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
 PASS, OTHER_PASS = 1234, 987_654_321
 TENSORS = [torch.tensor([1.5, float(i), -2.0], dtype=torch.float32) for i in range(5)]
 METAS = [TensorMeta(f"t{i}", torch.float32, (3,)) for i in range(5)]
@@ -361,3 +363,40 @@ def test_the_packing_stream_is_waited_for_before_a_buffer_is_given_out(monkeypat
     for _ in packed_buffers(source, source.metadata(), chunk_bytes=1, pass_id=1):
         calls.append("given out")
     assert calls == ["pack", "complete", "given out"] * 2
+
+
+@pytest.mark.parametrize(
+    ("environ", "device", "expected"),
+    [
+        (("expandable_segments:True", None), "cuda", ["expandable_segments:False", "expandable_segments:True"]),
+        (
+            (None, "max_split_size_mb:64, expandable_segments: True"),
+            "cuda",
+            ["max_split_size_mb:64, expandable_segments:False", "max_split_size_mb:64, expandable_segments: True"],
+        ),
+        (("", "expandable_segments:True"), "cuda", []),
+        (("max_split_size_mb:64", None), "cuda", []),
+        ((None, None), "cuda", []),
+        (("expandable_segments:True", None), "cpu", []),
+    ],
+)
+def test_what_is_exported_lies_in_no_expandable_segment(
+    monkeypatch: pytest.MonkeyPatch, environ: tuple[str | None, str | None], device: str, expected: list[str]
+) -> None:
+    """The user's other settings stay, and all come back after an error."""
+    changes: list[str] = []
+    monkeypatch.setattr(torch._C, "_accelerator_setAllocatorSettings", changes.append)
+    for key, value in zip(SETTINGS, environ, strict=True):
+        monkeypatch.delenv(key, raising=False)
+        if value is not None:
+            monkeypatch.setenv(key, value)
+    with pytest.raises(MemoryError), exportable_memory(torch.device(device)):
+        assert changes == expected[:1]
+        raise MemoryError
+    assert changes == expected
+
+
+def test_pytorchs_allocator_has_the_setting() -> None:
+    torch._C._accelerator_setAllocatorSettings("expandable_segments:False")
+    with pytest.raises(ValueError):
+        torch._C._accelerator_setAllocatorSettings("expandable_segments:No")

@@ -199,20 +199,21 @@ def test_a_trainer_beside_four_servers(mps: bool, seen_s: float) -> None:
 
 
 @pytest.mark.parametrize(
-    ("size", "prompt", "output", "computed", "step_s"),
+    ("size", "prompt", "output", "computed", "step_s", "server_tokens_s"),
     [
-        ("135m", 53, 255, None, 2.06),
-        ("135m", 53, 247, None, 2.13),
-        ("135m", 138, 9, None, 0.37),
-        ("135m", 138, 9, 6.7, 0.227),
-        ("1.5b", 53, 511, None, 11.4),
-        ("1.5b", 20, 511, None, 10.7),
+        ("135m", 53, 255, None, 2.06, 63_400),
+        ("135m", 53, 247, None, 2.13, 59_300),
+        ("135m", 138, 9, None, 0.37, None),
+        ("135m", 138, 9, 6.7, 0.227, None),
+        ("1.5b", 53, 511, None, 11.4, 23_000),
+        ("1.5b", 20, 511, None, 10.7, 24_500),
     ],
 )
 def test_four_servers_and_a_compiled_trainer_on_one_card(
-    size: str, prompt: float, output: float, computed: float | None, step_s: float
+    size: str, prompt: float, output: float, computed: float | None, step_s: float, server_tokens_s: float | None
 ) -> None:
-    """Mean of the steps of runs of 512 samples a step on one H200, in flight, with MPS: within 20 %."""
+    """Means of runs of 512 samples a step on one H200, in flight, with MPS: within 20 %. None: the servers waited, so
+    their rate was not seen."""
     hidden, inner, layers, heads, kv_heads, vocabulary, pack = {
         "135m": (576, 1536, 30, 9, 3, 49152, 32768),
         "1.5b": (1536, 8960, 28, 12, 2, 151936, 16384),
@@ -230,4 +231,5 @@ def test_four_servers_and_a_compiled_trainer_on_one_card(
     work = Work(512, prompt, output, 512, computed)
     step = step_forecast(trainer, ServerSetup(found, max_sequences=512), layout, work, card_machine("NVIDIA H200"))
     assert step.step_s == pytest.approx(step_s, rel=0.2)
-    assert step.samples_s == pytest.approx(512 / step_s, rel=0.25)
+    assert server_tokens_s is None or step.server_tokens_s == pytest.approx(server_tokens_s, rel=0.2)
+    assert "alternate" not in step.waits

@@ -3,6 +3,7 @@ samples of 256 to 2,048 tokens, plain backend, `finetune/step.py` as it is."""
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Literal
 
 import pytest
@@ -93,8 +94,7 @@ def test_memory_of_a_measured_step_with_shared_prefixes(
 ) -> None:
     """One micro-batch of 512 samples, most of whose prompts are kept once. Reserve with expandable segments."""
     setup = TrainerSetup(shape("llama-135m"), pack_tokens=32768, checkpointing=False, chunk_tokens=4096, longest=1024)
-    work = Work(512, 0, tokens / 512, 1, computed / 512)
-    memory = trainer_memory(largest_micro_batch(setup, work))
+    memory = trainer_memory(largest_micro_batch(setup, tokens, computed))
     assert 0.97 * peak_gib <= memory.tensors / GIB <= 1.1 * peak_gib
     if reserved_gib is not None:
         assert 0.97 * reserved_gib <= memory.reserved / GIB <= 1.1 * reserved_gib
@@ -104,9 +104,14 @@ def test_the_largest_micro_batch_is_a_full_row_or_the_step() -> None:
     setup = TrainerSetup(shape("llama-135m"), pack_tokens=1000, checkpointing=False)
     assert setup.shared_room == 0.125
     # 600 computed and 100 of 800 shared ones: one row. Of twice as many, two rows, each with room for 900 and 800.
-    short, long = (largest_micro_batch(setup, Work(count, 0, 14, 1, 6)) for count in (100, 200))
+    short, long = largest_micro_batch(setup, 1400, 600), largest_micro_batch(setup, 2800, 1200)
     assert (short.pack_tokens, short.shared_tokens) == (600, 800)
     assert (long.pack_tokens, long.shared_tokens) == (900, 800)
+    of_two_ranks = largest_micro_batch(replace(setup, ranks=2), 2800, 1200)
+    assert (of_two_ranks.pack_tokens, of_two_ranks.shared_tokens) == (600, 800)
+    # Other attention keeps shared tokens in full.
+    whole = largest_micro_batch(replace(setup, products="tf32"), 700, 300)
+    assert (whole.pack_tokens, whole.shared_tokens) == (700, 0)
 
 
 def test_time_of_a_measured_step_with_shared_prefixes() -> None:
