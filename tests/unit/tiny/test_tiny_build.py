@@ -1,6 +1,7 @@
 """The tiny model's folder: complete, reused, never written over something else; and the command around it."""
 
 import dataclasses
+import itertools
 import json
 from pathlib import Path
 
@@ -8,6 +9,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
+from pipelinerl.tiny import warmup as warmup_module
 from pipelinerl.tiny.build import build_model, build_tiny_model, model_key
 from pipelinerl.tiny.main import main
 from pipelinerl.tiny.tokenizer import build_tokenizer
@@ -54,6 +56,19 @@ def test_the_warm_up_lowers_the_loss_and_repeats_itself() -> None:
         model = build_model(tokenizer, seed=1)
         result = warm_up(model, tokenizer, SHORT, seed=1, progress=lambda line: None)
         assert result.steps == 5 and not result.cut_short
+        states.append(model.state_dict())
+    assert all(torch.equal(states[0][name], states[1][name]) for name in states[0])
+
+
+def test_a_slow_first_step_does_not_change_the_model(monkeypatch: pytest.MonkeyPatch) -> None:
+    torch.set_num_threads(1)
+    tokenizer = build_tokenizer(16)
+    states = []
+    for slow_s in (0.0, SHORT.deadline_s / 4):
+        times = itertools.chain([0.0], itertools.repeat(slow_s))
+        monkeypatch.setattr(warmup_module.time, "monotonic", lambda times=times: next(times))
+        model = build_model(tokenizer, seed=1)
+        warm_up(model, tokenizer, SHORT, seed=1, progress=lambda line: None)
         states.append(model.state_dict())
     assert all(torch.equal(states[0][name], states[1][name]) for name in states[0])
 
