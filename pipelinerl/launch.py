@@ -227,8 +227,8 @@ def _supervised(
 ) -> Outcome:
     """Check, plan, enter the run directory and supervise. Nothing is written before all checks pass."""
     cluster = place.cluster
-    start = Start(config, cluster, os.environ, composed.search_dirs, has_agents=place.has_agents)
-    lines = check_start(replace(start, is_restart=bool(restarts)))
+    dirs, is_restart = composed.search_dirs, bool(restarts)
+    lines = check_start(Start(config, cluster, os.environ, dirs, has_agents=place.has_agents, is_restart=is_restart))
     config = bounded_by_record(config)
     with FreePorts(config, cluster.rank, place.busy_ports) as ports:
         world = build_world_map(config, cluster, ports, read_shape(config.model_path))

@@ -172,13 +172,14 @@ def random_model(size: str, folder: Path, dtype: torch.dtype, tokenizer: str | N
         tokenizer: the model whose tokenizer it gets; None: one of words without meaning.
 
     Raises:
-        ValueError: that tokenizer has more tokens than a model of this size.
+        SystemExit: that tokenizer has more tokens than a model of this size.
     """
     own = None if tokenizer is None else AutoTokenizer.from_pretrained(tokenizer)
     hidden, intermediate, layers, heads, kv_heads = SHAPES[size]
     vocabulary = 512 if size in ("0.001", "0.0011") else 49152 if size == "0.13" else 151936
     if own is not None and len(own) > vocabulary:
-        raise ValueError(f"the tokenizer of {tokenizer} has {len(own)} tokens, a model of {size} B has {vocabulary}")
+        reason = f"the tokenizer of {tokenizer} has {len(own)} tokens, a model of {size} B has {vocabulary}"
+        raise SystemExit(f"error: {reason}. Choose a larger --size or another --model.")
     config = Qwen2Config(
         vocab_size=vocabulary,
         hidden_size=hidden,
@@ -204,10 +205,10 @@ def random_model(size: str, folder: Path, dtype: torch.dtype, tokenizer: str | N
         own.save_pretrained(folder)
         return folder
     words = {"<pad>": 0, "<eos>": 1, "<unk>": 2, **{f"w{index}": index for index in range(3, vocabulary)}}
-    tokenizer = Tokenizer(models.WordLevel(words, unk_token="<unk>"))
-    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
+    of_words = Tokenizer(models.WordLevel(words, unk_token="<unk>"))
+    of_words.pre_tokenizer = pre_tokenizers.Whitespace()
     PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer,
+        tokenizer_object=of_words,
         pad_token="<pad>",
         eos_token="<eos>",
         unk_token="<unk>",

@@ -25,6 +25,7 @@ Progress = Callable[[str], None]
 Ints = NDArray[np.int64]
 # share of the learning rate for the last adjustments: small enough to move success by a few hundredths
 _ADJUSTMENT_RATE = 0.1
+# steps after which the time so far says how fast the machine is
 _FIRST_STEPS = 20
 
 
@@ -108,8 +109,7 @@ def _warm_up(
         running = loss if step == 0 else 0.9 * running + 0.1 * loss
         step += 1
         done = max(done, step / total)
-        # On a machine that is too slow, time takes the place of steps, so that both phases still happen. Not at first:
-        # the first steps are slow everywhere, and the model would depend on how slow.
+        # On a machine that is too slow, time takes the place of steps, so that both phases still happen.
         if step > _FIRST_STEPS:
             done = max(done, (time.monotonic() - started) / (0.8 * settings.deadline_s))
         if step % 50 == 0 or done >= 1:

@@ -243,11 +243,11 @@ def _moments(setup: TrainerSetup) -> list[dict[str, float]]:
     """What is added to `_held` at each moment that may be the peak."""
     shape, tokens = setup.shape, setup.pack_tokens
     gradients = {GRADIENTS: _gradients(setup)}
+    width = 2 if setup.products == "bf16" else 4
     shared = setup.shared_tokens * shape.kv_values / (max(shape.layers, 1) if setup.checkpointing else 1)
-    kept = {ACTIVATIONS: tokens * activation_bytes(setup) + (2 if setup.products == "bf16" else 4) * shared}
+    activations = tokens * activation_bytes(setup) + width * shared
     layer = tokens * layer_bytes(setup)
     matrices = _MATRICES_IN_BACKWARD * tokens * _attention_matrix(setup)
-    width = 2 if setup.products == "bf16" else 4
     # Under autocast weights are cast once a forward pass; without checkpointing the backward pass still needs them.
     is_cast = setup.products == "bf16" and not setup.is_pure and not setup.lora_rank
     casts = 2 * shape.active_matrices if is_cast else 0
@@ -258,26 +258,17 @@ def _moments(setup: TrainerSetup) -> list[dict[str, float]]:
     last = tokens * 14 * shape.hidden  # gradients of the last norm and of what the head saw
     # The gradient of a tied head waits for that of the embedding.
     tied = 4 * shape.embedding if shape.tied and not setup.lora_rank else 0
-    activations = kept[ACTIVATIONS]
+    in_head, in_layers = (0, 0) if setup.checkpointing else (casts, tied)
+    passes = {**gradients, **gathered}
     moments: list[dict[str, float]] = [
-        {
-            **{**gradients, **gathered, ACTIVATIONS: activations + last},
-            **{LOGITS: _head_bytes(setup), COPIES: 0 if setup.checkpointing else casts},
-        },
-        {
-            **gradients,
-            **gathered,
-            ACTIVATIONS: activations + inner,
-            COPIES: casts,
-            LOGITS: 0 if setup.checkpointing else tied,
-        },
+        {**passes, ACTIVATIONS: activations + last, LOGITS: _head_bytes(setup), COPIES: in_head},
+        {**passes, ACTIVATIONS: activations + inner, COPIES: casts, LOGITS: in_layers},
         {**gradients, STEP: _step_bytes(setup)},
         {BUFFERS: min(3 * max(_CHUNK_BYTES, setup.served_bytes * shape.embedding), 2 * shape.weight_bytes())},
     ]
     if setup.checkpointing:
         copies = casts / shape.layers + one_layer
-        parts = {ACTIVATIONS: activations + layer + inner, COPIES: copies, LOGITS: tied}
-        moments.append({**gradients, **gathered, **parts})
+        moments.append({**passes, ACTIVATIONS: activations + layer + inner, COPIES: copies, LOGITS: tied})
     if setup.is_pure:  # the weights that are held are those of the products
         moments = [{name: size for name, size in moment.items() if name != COPIES} for moment in moments]
     return moments
