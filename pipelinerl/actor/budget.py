@@ -8,6 +8,7 @@ A `LagPolicy` decides how far generation may run ahead of training. A new policy
 from __future__ import annotations
 
 import math
+from collections import deque
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from time import monotonic
@@ -73,8 +74,9 @@ class AdaptiveLag(MaxLag):
     """`max_lag` as an upper bound: generation runs ahead only as far as the trainer needs.
 
     The budget starts at two batches, the one in training and the next, which gives a lag of 1. A step that waited for
-    its batch raises the budget by the share of the step that it waited, up to the bound. Other steps lower it by a
-    tenth of the samples that were ready beyond the next batch.
+    its batch raises the budget by the share of the step that it waited, up to the bound. What was ready beyond the next
+    batch in each of the last six steps was never needed: half of it, less a tenth of a batch for steps of uneven
+    length, is taken away.
 
     Servers that are faster than the trainer would be idle when the weights change, and no sequence would get new
     weights midway. So during the last micro-batch of a step, groups start beyond the budget until `in_flight` of a
@@ -88,7 +90,9 @@ class AdaptiveLag(MaxLag):
     IN_FLIGHT = 0.15
     # What one step may start beyond the budget, in multiples of `in_flight`.
     _MOST_REPEATS = 2
-    _LOWERED_BY = 0.1
+    _LOWERED_BY = 0.5
+    _LOOKS_BACK = 6
+    _SPARE = 0.1
     _SMOOTHING = 0.3
     _LEAST_EARLY = 0.1
 
@@ -104,7 +108,7 @@ class AdaptiveLag(MaxLag):
         self._clock = clock
         # Samples beyond two batches.
         self._extra = 0.0
-        self._ready_surplus = 0.0
+        self._surpluses = deque[float]([0.0], self._LOOKS_BACK)
         self._step_began: float | None = None
         # When the last micro-batch of the current step began (trainer's clock, our clock), how long it took in earlier
         # steps, and how long before its end more groups may start.
@@ -161,8 +165,8 @@ class AdaptiveLag(MaxLag):
     def _step_done(self, message: StepDone, budget: SampleBudget) -> None:
         now, began, batch = self._clock(), self._step_began, self._samples_per_step
         self._ending = None
-        was_complete = self._ready_surplus >= 0
-        self._ready_surplus = budget.charged_samples - budget.running_samples - batch
+        was_complete = self._surpluses[-1] >= 0
+        self._surpluses.append(budget.charged_samples - budget.running_samples - batch)
         self._step_began = now
         if began is None:
             return
@@ -170,7 +174,7 @@ class AdaptiveLag(MaxLag):
             self._extra += min(message.wait_data_s / (now - began), 1.0) * batch
         else:
             # Waiting for a batch that is ready is stream latency.
-            self._extra -= self._LOWERED_BY * max(self._ready_surplus, 0.0)
+            self._extra -= self._LOWERED_BY * max(min(self._surpluses) - self._SPARE * batch, 0.0)
         self._extra = min(max(self._extra, 0.0), max(self._max_lag - batch, 0))
 
     def retry_s(self) -> float | None:
@@ -183,7 +187,7 @@ class AdaptiveLag(MaxLag):
         return {
             "actor/budget_samples": self.budget_samples,  #: the most samples that may be admitted and without a fate
             #: samples that lay ready beyond a batch when the trainer took one; below 0: as many were missing
-            "actor/ready_surplus": self._ready_surplus,
+            "actor/ready_surplus": self._surpluses[-1],
         }
 
 

@@ -67,7 +67,11 @@ class Example(Section):
 class ActorConfig(Section):
     rollout_policy: str | None = Field(default=None, description="dotted path of the rollout function")
     llm_max_rollouts: int = Field(default=64, ge=1, description="concurrent rollouts per server")
-    rollout_workers: int = Field(default=1, ge=1, description="processes that run rollouts")
+    rollout_workers: Annotated[int, Field(ge=1)] | Literal["auto"] = Field(
+        default="auto",
+        description="processes that run rollouts; auto: one for every two servers if the node has the cores, and one "
+        "without GPUs",
+    )
     discount_factor: float = Field(default=1.0, gt=0, le=1, description="discount per output token, in built-in tasks")
     rollout_timeout_s: float = Field(default=600, gt=0, description="time limit of a rollout; a longer one fails")
     request_timeout_s: float = Field(default=300, gt=0, description="time limit of a request; a longer one is retried")

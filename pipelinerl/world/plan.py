@@ -21,7 +21,7 @@ from pipelinerl.errors import ConfigError
 from pipelinerl.world.cluster import DEFAULT_MASTER_PORT, Cluster, FreePorts, url_of
 from pipelinerl.world.jobs import Job, WorldMap
 from pipelinerl.world.model_shape import ModelShape
-from pipelinerl.world.sharing import free_cores, needs_of, servers_on_gpu, with_memory
+from pipelinerl.world.sharing import free_cores, needs_of, rollout_workers, servers_on_gpu, with_memory
 
 #: Of a shared GPU, the share that a server may use while it generates.
 LARGEST_SHARE = 0.85
@@ -386,11 +386,14 @@ class _Placer:
         ]
 
     def _with_cores(self, jobs: list[Job]) -> list[Job]:
-        """Share the cores of each node among its servers and trainer ranks; other jobs take one each."""
+        """Share the cores of each node among its servers and trainer ranks. The actor takes one for each process that
+        runs rollouts, and other jobs take one each."""
         heavy = Counter(job.node_rank for job in jobs if job.kind in _HEAVY_KINDS)
-        return [
-            msgspec.structs.replace(job, cores=max(1, self._cluster.nodes[job.node_rank].cores // heavy[job.node_rank]))
-            if job.kind in _HEAVY_KINDS
-            else job
-            for job in jobs
-        ]
+
+        def cores_of(job: Job) -> int:
+            on_node = self._cluster.nodes[job.node_rank].cores
+            if job.kind == "actor":
+                return rollout_workers(self._config, jobs, job, on_node)
+            return max(1, on_node // heavy[job.node_rank]) if job.kind in _HEAVY_KINDS else job.cores
+
+        return [msgspec.structs.replace(job, cores=cores_of(job)) for job in jobs]

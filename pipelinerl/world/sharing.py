@@ -23,6 +23,8 @@ from pipelinerl.world.model_shape import ModelShape
 MOST_SERVERS = 4
 #: What the process of the engine and the one that answers requests use.
 CORES_PER_SERVER = 2
+#: Of the actor, by `actor.rollout_workers=auto`; more were not measured.
+MOST_WORKERS = 8
 #: Several servers on a GPU: their weights are at most this share of its memory; weights and overhead are at most this
 #: share of what they may use, the caches get the rest; each cache holds so many sequences of full length.
 WEIGHT_SHARE, FIXED_SHARE, LEAST_SEQUENCES = 0.15, 0.5, 8
@@ -124,8 +126,26 @@ def needs_of(config: RunConfig, cluster: Cluster, model: ModelShape | None, rank
 
 def free_cores(config: RunConfig, cluster: Cluster, gpus: int, ranks: int) -> int:
     """CPU cores of a node for the servers of one GPU, if `gpus` of a node have servers and `ranks` ranks are there."""
-    others = _ACTOR_AND_PREPROCESSOR + config.actor.rollout_workers + ranks
+    workers = config.actor.rollout_workers
+    others = _ACTOR_AND_PREPROCESSOR + (1 if workers == "auto" else workers) + ranks
     return (cluster.cores - others) // max(1, gpus)
+
+
+def rollout_workers(config: RunConfig, jobs: list[Job], actor: Job, cores: int) -> int:
+    """How many processes run the rollouts of `actor`.
+
+    A process handles 2,000 to 3,000 requests a second, and a server of a small model answers 600 and more.
+
+    Args:
+        jobs: of the run.
+        cores: of the actor's node.
+    """
+    if config.actor.rollout_workers != "auto":
+        return config.actor.rollout_workers
+    servers = [job for job in jobs if job.kind == "actor_llm" and job.gpus]
+    here = Counter(job.kind for job in jobs if job.node_rank == actor.node_rank)
+    left = cores - _ACTOR_AND_PREPROCESSOR - here["finetune"] - CORES_PER_SERVER * here["actor_llm"]
+    return max(1, min(MOST_WORKERS, len(servers) // 2, left))
 
 
 def servers_on_gpu(needs: Needs | None, cores: int, with_rank: bool) -> int:

@@ -195,8 +195,11 @@ def test_budget_by_hand() -> None:
     assert end_step(8.0, 4.0) == 24, "8 + 16 is the bound"
     assert end_step(12.0, 1.0) == 24, "the batch lay ready: its wait was not for samples"
     publish(8, 12)
-    assert end_step(16.0, 0.0) == pytest.approx(23.6), "4 samples lay ready beyond a batch of 8"
-    assert policy.report() == {"actor/budget_samples": pytest.approx(23.6), "actor/ready_surplus": 4.0}
+    assert [end_step(at, 0.0) for at in (16.0, 20.0, 24.0, 28.0, 32.0)] == [24] * 5
+    assert end_step(36.0, 0.0) == pytest.approx(22.4), "six steps with 4 samples beyond a batch of 8: half of 4 - 0.8"
+    assert policy.report() == {"actor/budget_samples": pytest.approx(22.4), "actor/ready_surplus": 4.0}
+    publish(12, 13)
+    assert end_step(40.0, 0.0) == pytest.approx(20.8), "5 now, but 4 in the five before"
 
 
 def test_sequences_start_for_the_update() -> None:

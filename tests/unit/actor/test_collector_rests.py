@@ -35,9 +35,9 @@ def test_the_actor_starts_with_what_is_loaded_frozen_and_seldom_passes(monkeypat
     monkeypatch.delenv(main.DEATH_FD_KEY, raising=False)
     context: Any = types.SimpleNamespace(
         heartbeat=types.SimpleNamespace(waiting=lambda what: nullcontext()),
-        config=types.SimpleNamespace(actor=types.SimpleNamespace(rollout_workers=1)),
+        config=None,
         run_dir=types.SimpleNamespace(root=Path("run")),
-        job=types.SimpleNamespace(name="actor_0"),
+        job=types.SimpleNamespace(name="actor_0", cores=1),
     )
 
     main.main(context)

@@ -44,6 +44,7 @@ def plan(
     environment: dict[str, Any] | None = None,
     model: ModelShape | None = None,
     gpu_gib: int | None = None,
+    workers: int | str = "auto",
     **world: Any,
 ) -> WorldMap:
     config = RunConfig.model_validate(
@@ -53,6 +54,7 @@ def plan(
             "schedule": "conventional" if world.get("placement") == "colocated" else "pipeline",
             "vllm_config": {"vllm_kwargs": vllm_kwargs or {}},
             "environment": environment,
+            "actor": {"rollout_workers": workers},
         }
     )
     cards = [Card(f"GPU-{index}", "H100", (gpu_gib or 0) * GIB) for index in range(gpus)]
@@ -274,6 +276,25 @@ def test_cores_are_shared_on_a_machine_without_gpus() -> None:
         ("preprocessor_0", 1),
         ("finetune_0", 3),
     ]
+
+
+@pytest.mark.parametrize(
+    ("changes", "workers"),
+    [
+        ({"gpus": 2, "cores": 32}, 1),
+        ({"gpus": 2, "cores": 32, "actor_gpus": [[0]] * 4, "finetune_gpus": [1]}, 2),
+        # 2 of actor and preprocessor, 1 of the rank, 8 of the servers
+        ({"gpus": 2, "cores": 12, "actor_gpus": [[0]] * 4, "finetune_gpus": [1]}, 1),
+        ({"gpus": 8, "cores": 64, "actor_fraction": 6, "finetune_fraction": 2}, 3),
+        ({"gpus": 8, "cores": 8, "actor_fraction": 6, "finetune_fraction": 2}, 1),
+        ({"gpus": 8, "cores": 128, "num_actor_llms": 7, "num_finetune_ranks": 1, "workers": 5}, 5),
+        ({"cores": 64, "num_actor_llms": 4}, 1),
+        ({"cores": 2, "workers": 3}, 3),
+    ],
+)
+def test_processes_that_run_rollouts(changes: dict[str, Any], workers: int) -> None:
+    kwargs = {"kv-cache-memory-bytes": GIB} if "actor_gpus" in changes else None
+    assert plan(vllm_kwargs=kwargs, gpu_gib=80, **changes).job("actor_0").cores == workers
 
 
 # name: (arguments of plan, key of the error, numbers and names in it)
