@@ -19,8 +19,9 @@ micro-batch adds `sum(weight * token loss)`.
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -33,7 +34,6 @@ from pipelinerl.records import IGNORED_LABEL, Sample
 AGGREGATIONS = ("sample", "sample_mean", "token", "group", "constant_length")
 PADDING_SEGMENT = -1
 NO_VERSION = -1
-_NEWEST = np.iinfo(np.int64).max
 
 
 @dataclass(frozen=True)
@@ -134,15 +134,19 @@ def collate(
     chosen = [samples[index] for index in indices]
     _refuse_other_inputs(chosen)
     with_ref = _all_or_none_have_reference(chosen)
-    columns = [
-        _token_columns(sample, weights[index], segment)
-        for segment, (index, sample) in enumerate(zip(indices, chosen, strict=True))
-    ]
-    rows = [columns] if packed else [[column] for column in columns]
-    width = max(sum(len(column["input_ids"]) for column in row) for row in rows)
+    columns = _token_columns(chosen, [weights[index] for index in indices])
     padding = {"input_ids": pad_id, "segment_ids": PADDING_SEGMENT, "targets": IGNORED_LABEL}
     padding |= {"versions": NO_VERSION, "oldest_versions": NO_VERSION}
-    tensors = {name: _tensor(rows, width, name, padding.get(name, 0)) for name in columns[0]}
+    at = (0, slice(None)) if packed else (columns["segment_ids"], columns["position_ids"])
+    lengths = [len(sample.input_ids) for sample in chosen]
+    shape = (1, sum(lengths)) if packed else (len(chosen), max(lengths))
+
+    def placed(values: np.ndarray, fill: int) -> torch.Tensor:
+        out: np.ndarray = np.full(shape, fill, dtype=values.dtype)
+        out[at] = values
+        return torch.from_numpy(out)
+
+    tensors = {name: placed(values, padding.get(name, 0)) for name, values in columns.items()}
     segment_ids, mask = tensors["segment_ids"], tensors["targets"] != IGNORED_LABEL
     ref_logprobs = tensors.pop("ref_logprobs")
     return MicroBatch(
@@ -189,49 +193,62 @@ def sentinel(*, pad_id: int, step_tokens: int = 0) -> MicroBatch:
     )
 
 
-def _token_columns(sample: Sample, weight: float, segment: int) -> dict[str, np.ndarray]:
-    """Arrays of one sample, one value per token. Position t predicts token t + 1; the last one predicts nothing."""
-    labels, length = np.asarray(sample.labels, dtype=np.int64), len(sample.input_ids)
-    at = np.flatnonzero(labels != IGNORED_LABEL) - 1
-    runs = [span.end - span.start for span in sample.version_spans]
-    versions = np.repeat(np.asarray([span.version for span in sample.version_spans], dtype=np.int64), runs)
-    refs = sample.ref_logprobs or [0.0] * len(at)
-    lengths = {"labels": length, "logprobs": len(at), "ref_logprobs": len(at), "version_spans": len(at)}
-    got = dict(zip(lengths, (len(labels), len(sample.logprobs), len(refs), len(versions)), strict=True))
-    if got != lengths:
-        raise ValueError(f"sample {sample.id}: got lengths {got}, expected {lengths}")
-    if len(at) and at[0] < 0:
-        raise ValueError(f"sample {sample.id}: the first token is marked as trained, but nothing predicts it")
-    if sample.advantage is None:
-        raise ValueError(f"sample {sample.id}: got no advantage, expected that of its group")
+def _token_columns(samples: Sequence[Sample], weights: Sequence[float]) -> dict[str, np.ndarray]:
+    """Arrays with one value per token, of all samples one after the other. Position t predicts token t + 1; the last
+    one of a sample predicts nothing."""
+    lengths = [len(sample.input_ids) for sample in samples]
+    total = sum(lengths)
+    segments, starts = np.repeat(np.arange(len(samples)), lengths), np.cumsum([0, *lengths])
+    if short := next((sample for sample in samples if len(sample.labels) != len(sample.input_ids)), None):
+        raise _mismatch(short, short.num_trained_tokens)
+    labels = _flat((sample.labels for sample in samples), np.int64, total)
+    trained = np.flatnonzero(labels != IGNORED_LABEL)
+    counts = np.bincount(segments[trained], minlength=len(samples))
+    for sample, count, start in zip(samples, counts.tolist(), starts.tolist(), strict=False):
+        spanned = sum(span.end - span.start for span in sample.version_spans)
+        if not len(sample.logprobs) == spanned == len(sample.ref_logprobs or sample.logprobs) == count:
+            raise _mismatch(sample, count)
+        if start < total and labels[start] != IGNORED_LABEL:
+            raise ValueError(f"sample {sample.id}: the first token is marked as trained, but nothing predicts it")
+        if sample.advantage is None:
+            raise ValueError(f"sample {sample.id}: got no advantage, expected that of its group")
+    at, spans = trained - 1, [span for sample in samples for span in sample.version_spans]
+    refs = (sample.ref_logprobs or [0.0] * len(sample.logprobs) for sample in samples)
+    oldest = [min((span.version for span in sample.version_spans), default=NO_VERSION) for sample in samples]
 
     def scatter(values: Any, fill: int, dtype: type) -> np.ndarray:
-        out: np.ndarray = np.full(length, fill, dtype=dtype)
+        out: np.ndarray = np.full(total, fill, dtype=dtype)
         out[at] = values
         return out
 
-    targets = np.full(length, IGNORED_LABEL, dtype=np.int64)
-    targets[:-1] = labels[1:]
     return {
-        "input_ids": np.asarray(sample.input_ids, dtype=np.int64),
-        "position_ids": np.arange(length, dtype=np.int64),
-        "segment_ids": np.full(length, segment, dtype=np.int64),
-        "targets": targets,
-        "old_logprobs": scatter(sample.logprobs, 0, np.float32),
-        "ref_logprobs": scatter(refs, 0, np.float32),
-        "advantages": scatter(sample.advantage, 0, np.float32),
-        "weights": scatter(weight, 0, np.float32),
-        "versions": scatter(versions, NO_VERSION, np.int64),
-        "oldest_versions": scatter(versions.min(initial=_NEWEST), NO_VERSION, np.int64),
+        "input_ids": _flat((sample.input_ids for sample in samples), np.int64, total),
+        "position_ids": np.arange(total) - np.repeat(starts[:-1], lengths),
+        "segment_ids": segments,
+        "targets": scatter(labels[trained], IGNORED_LABEL, np.int64),
+        "old_logprobs": scatter(_flat((sample.logprobs for sample in samples), np.float64, len(at)), 0, np.float32),
+        "ref_logprobs": scatter(_flat(refs, np.float64, len(at)), 0, np.float32),
+        "advantages": scatter(np.repeat([sample.advantage for sample in samples], counts), 0, np.float32),
+        "weights": scatter(np.repeat(weights, counts), 0, np.float32),
+        "versions": scatter(
+            np.repeat([span.version for span in spans], [span.end - span.start for span in spans]), NO_VERSION, np.int64
+        ),
+        "oldest_versions": scatter(np.repeat(oldest, counts), NO_VERSION, np.int64),
     }
 
 
-def _tensor(rows: Sequence[Sequence[dict[str, np.ndarray]]], width: int, name: str, padding: int) -> torch.Tensor:
-    out: np.ndarray = np.full((len(rows), width), padding, dtype=rows[0][0][name].dtype)
-    for line, row in zip(out, rows, strict=True):
-        flat = np.concatenate([column[name] for column in row])
-        line[: len(flat)] = flat
-    return torch.from_numpy(out)
+def _flat(parts: Iterable[Sequence[float]], dtype: type, count: int) -> np.ndarray:
+    return np.fromiter(itertools.chain.from_iterable(parts), dtype, count)
+
+
+def _mismatch(sample: Sample, trained: int) -> ValueError:
+    spanned = sum(span.end - span.start for span in sample.version_spans)
+    refs = len(sample.ref_logprobs or sample.logprobs)
+    found = (len(sample.labels), len(sample.logprobs), refs, spanned)
+    names = ("labels", "logprobs", "ref_logprobs", "version_spans")
+    expected = dict(zip(names, (len(sample.input_ids), trained, trained, trained), strict=True))
+    got = dict(zip(names, found, strict=True))
+    return ValueError(f"sample {sample.id}: got lengths {got}, expected {expected}")
 
 
 def _refuse_other_inputs(chosen: Sequence[Sample]) -> None:
