@@ -156,6 +156,7 @@ def _layout(config: RunConfig, world: WorldMap) -> Layout:
         mps=config.world.mps and world.device == "cuda",
         ahead=1 + (min(most, 1.0) if config.adaptive_lag else most),
         most_ahead=1 + most,
+        workers=sum(job.cores for job in world.jobs_of("actor")) or 1,
     )
 
 

@@ -68,8 +68,9 @@ _OPTIMIZER_BYTES = 135
 _HOST_S_PER_LAYER, _HOST_CHECKPOINTING, _HOST_ADAPTER, _HOST_FP32 = 5.0e-3, 4.0e-3, 3.0e-3, 2.7e-3
 #: The first two of a compiled layer. With adapters it was not measured.
 _COMPILED_HOST_S_PER_LAYER, _COMPILED_HOST_CHECKPOINTING = 2.6e-3, 2.4e-3
-#: Host seconds per sample: building its tensors, counting tokens, diagnostics (fitted to one run of 512 samples).
-_HOST_S_PER_SAMPLE = 1.5e-4
+#: Host seconds per sample: building its tensors, counting tokens, diagnostics (fitted to one run of 512 samples; 3e-5
+#: less since all samples are collated at once).
+_HOST_S_PER_SAMPLE = 1.2e-4
 #: Share of the memory bandwidth that optimizer and decoding reach.
 _BANDWIDTH_SHARE = 0.7
 #: Share of the peak in prompts and large decoding batches.
@@ -97,6 +98,8 @@ _REQUEST_S, _ROUND_S, _CHANGEOVER_S = 1.0e-3, 0.15, 0.12
 #: Of the samples that may be in flight beyond the batch in training, those that are being sampled while servers are the
 #: slower side: the others are ready, or wait for the rest of their group (groups of 8 uneven answers, four servers).
 _RUNNING_SHARE = 0.55
+#: Of a process that runs rollouts, for each one of one short answer (3.4e-4 to 5e-4 on three hosts of H200s).
+_ROLLOUT_S = 4.2e-4
 #: Sizes (billions of parameters) between which trainer and servers were measured on the cards below.
 _MEASURED_BILLIONS = (0.1, 1.6)
 _MEASURED_CARDS = ("h200",)
@@ -296,6 +299,7 @@ class Layout:
         mps: processes that share a card compute at the same time.
         ahead: batches under way at most while the trainer is the slower side, the one in training included.
         most_ahead: the same while the servers are.
+        workers: processes that run rollouts.
     """
 
     servers: int
@@ -307,6 +311,7 @@ class Layout:
     mps: bool = False
     ahead: float = 2.0
     most_ahead: float = 3.0
+    workers: int = 1
 
 
 def step_forecast(
@@ -329,6 +334,9 @@ def step_forecast(
         rate /= 1 + (_SERVERS_SLOWED_MPS if layout.mps else _SERVERS_SLOWED) * others
         train_s *= 1 + (_TRAINER_SLOWED_MPS if layout.mps else _TRAINER_SLOWED) * others
     generate_s = work.samples * work.output_tokens / max(rate, 1e-9)
+    if not machine.on_cpu and not layout.turns:
+        generate_s = max(generate_s, work.samples * _ROLLOUT_S / layout.workers)
+        rate = work.samples * work.output_tokens / generate_s
     if layout.shared and not layout.turns and not machine.on_cpu:
         # Both use the same device. The trainer, whose kernels are large, hardly notices.
         of_card = work.samples * work.output_tokens * layout.on_card / layout.servers

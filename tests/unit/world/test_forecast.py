@@ -188,6 +188,17 @@ def test_a_card_is_found_by_whole_words(name: str, gib: float) -> None:
     assert card_machine(name).memory_bytes == gib * GIB
 
 
+def test_processes_that_run_rollouts_bound_short_answers() -> None:
+    card, trainer, server = card_machine("NVIDIA H200"), TrainerSetup(shape("0.5")), ServerSetup(shape("0.5"))
+
+    def seconds(output: int, workers: int) -> float:
+        layout = Layout(8, workers=workers)
+        return step_forecast(trainer, server, layout, Work(10_000, 50, output, 512), card).generate_s
+
+    assert seconds(10, 1) == pytest.approx(4.2) and seconds(10, 2) == pytest.approx(2.1)
+    assert seconds(500, 1) == seconds(500, 8) > 4.2
+
+
 @pytest.mark.parametrize(("mps", "seen_s"), [(False, 4.55), (True, 1.70)])
 def test_a_trainer_beside_four_servers(mps: bool, seen_s: float) -> None:
     """Against the same step alone on the card: 1.6 s (135M, 512 samples of 316 tokens, one H200)."""
