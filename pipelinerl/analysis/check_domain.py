@@ -49,7 +49,7 @@ from pipelinerl.llm.sample_builder import build_samples, check_result, complete_
 from pipelinerl.llm.tokens import ChatRenderer, load_tokenizer
 from pipelinerl.rl.user_function import check_user_functions
 from pipelinerl.run.model_folder import read_model_config
-from pipelinerl.run.preflight import DOMAIN_CHECK_TIMEOUT_S, REMARK
+from pipelinerl.run.preflight import COUNTS, DOMAIN_CHECK_TIMEOUT_S, REMARK, count_line
 from pipelinerl.sandbox.main import check_environment
 from pipelinerl.tiny.tokenizer import build_tokenizer
 
@@ -74,11 +74,6 @@ class PossibleFault(DomainError):
 
 class _TimeIsUp(BaseException):
     """Raised inside user code. Not an `Exception`, so that `except Exception` does not catch it."""
-
-
-def count_line(problems: ProblemSets) -> str:
-    """One line about the number of problems."""
-    return f"{len(problems.train)} training problems, {len(problems.test)} test problems"
 
 
 def checked_problems(config: RunConfig) -> ProblemSets:
@@ -418,7 +413,7 @@ def _check(config: RunConfig) -> None:
         "A run would not start. Make it faster.",
     ):
         problems = checked_problems(config)
-    print(count_line(problems), flush=True)
+    print(count_line(len(problems.train), len(problems.test)), flush=True)
     if note := _note_of(problems):
         print(f"note: {note}", flush=True)
     print(check_answers(config, problems), flush=True)
@@ -445,7 +440,7 @@ def check_run(file: Path) -> int:
     try:
         config = load_config(file)
         problems = checked_problems(config)
-        print(count_line(problems), flush=True)
+        print(COUNTS.format(train=len(problems.train), test=len(problems.test)), flush=True)
         if note := _note_of(problems):
             print(f"\n{REMARK}{note}", flush=True)
         if config.world.env_replicas:  # the environment's servers are started with the run

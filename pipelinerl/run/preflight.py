@@ -51,8 +51,9 @@ from pipelinerl.rundir.durable import ScratchFolder
 from pipelinerl.streams.hub import backend_of
 from pipelinerl.world import Cluster, build_world_map, nvml_cards
 
-#: What the check of the user's code prints when it succeeds.
-_PROBLEMS_FOUND = re.compile(r"(\d+) training problems, \d+ test problems")
+#: What the check of the user's code prints when it succeeds: how many problems there are for training and evaluation.
+COUNTS = "problems: {train} {test}"
+_COUNTS = re.compile(r"problems: (\d+) (\d+)")
 DOMAIN_CHECK_TIMEOUT_S = 300.0
 #: A training state holds fp32 weights and the two moments of AdamW. A token that was sampled takes at most so much in
 #: both streams together: id, label and log-prob as JSON. The rest of a sample is ids, spans and metadata.
@@ -383,7 +384,7 @@ def check_domain(start: Start) -> list[str]:
             raise UserError(user_error(log) or last_error(log))
         problem = last_error(log) if done.returncode != 0 else ""
     printed = done.stdout.decode("utf-8", errors="replace").splitlines()  # user code may print too
-    found = [match for line in printed if (match := _PROBLEMS_FOUND.fullmatch(line))]
+    found = [match for line in printed if (match := _COUNTS.fullmatch(line))]
     if problem and not found:
         raise DomainError(f"the check of {what} failed: {problem}")
     if not found:
@@ -391,7 +392,13 @@ def check_domain(start: Start) -> list[str]:
     notes = [line.removeprefix(REMARK) for line in printed if line.startswith(REMARK)]
     if problem:  # in a run it would end its worker
         notes.append(f"actor.rollout_policy: a dry rollout ended its process: {problem}")
-    return [found[-1][0], *(f"note: {note}" for note in [*epoch_notes(config, int(found[-1][1])), *notes])]
+    train, test = map(int, found[-1].groups())
+    return [count_line(train, test), *(f"note: {note}" for note in [*epoch_notes(config, train), *notes])]
+
+
+def count_line(train: int, test: int) -> str:
+    """One line about the number of problems."""
+    return f"{train} training problems, {test} test problems"
 
 
 def function_fault(path: str, is_async: bool | None, search_dirs: Sequence[Path]) -> str | None:

@@ -83,7 +83,7 @@ def in_this_process(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 @pytest.mark.usefixtures("in_this_process")
 def test_the_problems_are_counted(tmp_path: Path) -> None:
-    body = "print('1 training problems, no'); return [{'dataset': 'a', 'n': n} for n in range(3)]"
+    body = "print('problems: 1'); return [{'dataset': 'a', 'n': n} for n in range(3)]"
     (line,) = check(tmp_path, body)
     assert line.startswith("3 ") and " 0 test" in line
 

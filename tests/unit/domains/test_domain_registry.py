@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import re
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from pipelinerl.analysis.check_domain import checked_problems, count_line
+from pipelinerl.analysis.check_domain import checked_problems
 from pipelinerl.config.run import RunConfig
 from pipelinerl.domains.problem_sets import load_problem_sets
 from pipelinerl.domains.registry import load_dataset_loader, load_rollout_function
@@ -52,7 +51,8 @@ def config(module: str, **changes: Any) -> RunConfig:
 
 def test_a_good_task(write_task: Any) -> None:
     run = config(write_task(GOOD), dataset_loader_params={"size": 3})
-    assert re.findall(r"\d+", count_line(checked_problems(run))) == ["3", "3"]
+    problems = checked_problems(run)
+    assert (len(problems.train), len(problems.test)) == (3, 3)
     problems = load_problem_sets(run)
     again = load_problem_sets(run)
     ids = [problem.id for problem in problems.train]
