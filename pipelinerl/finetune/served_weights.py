@@ -278,6 +278,8 @@ class CheckpointForm:
 
     def applied_to(self, source: WeightSource) -> WeightSource:
         """The tensors of the checkpoint, made from those of `source`."""
+        if not self._group_of:
+            return source
         return WeightSource(self.metadata(source.metadata()), lambda: self.buckets(source.gather()), source.announce)
 
     def metadata(self, metas: Iterable[TensorMeta]) -> list[TensorMeta]:
