@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import json
+import subprocess
+import sys
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import pytest
-from tokenizers import AddedToken, Tokenizer, models, pre_tokenizers, processors
-from transformers import PreTrainedTokenizerFast
+from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, processors, trainers
+from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from pipelinerl.errors import RolloutError
 from pipelinerl.llm.tokens import ChatRenderer, cut_at, load_tokenizer
@@ -146,3 +149,55 @@ def test_a_tokenizer_of_its_own_in_a_known_models_folder_is_loaded_as_it_is(
     loaded = load_tokenizer(str(tmp_path))
     assert loaded.backend_tokenizer.encode("a b").ids == [4, 5]
     assert loaded.chat_template == TEMPLATE
+
+
+@pytest.mark.parametrize(
+    ("model_type", "name"),
+    [
+        ("llama", "GPT2Tokenizer"),
+        ("qwen2", "Qwen2Tokenizer"),
+        ("qwen2", "Qwen2TokenizerFast"),
+        ("qwen3", "Qwen2Tokenizer"),
+        ("llama", "PreTrainedTokenizerFast"),
+        ("gemma2", "GPT2Tokenizer"),
+        ("qwen2", "GPT2Tokenizer"),
+    ],
+)
+def test_the_tokenizer_is_the_one_that_transformers_chooses(tmp_path: Path, model_type: str, name: str) -> None:
+    backend = Tokenizer(models.BPE())
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    backend.decoder = decoders.ByteLevel()
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    trainer = trainers.BpeTrainer(vocab_size=320, special_tokens=["<end>", "<user>"], initial_alphabet=alphabet)
+    backend.train_from_iterator(["the sum of 12 and 345 is 357", "it's the same, isn't it"], trainer)
+    written = PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="<end>", chat_template=TEMPLATE)
+    written.save_pretrained(tmp_path)
+    settings = json.loads((tmp_path / "tokenizer_config.json").read_text())
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(settings | {"tokenizer_class": name}))
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": model_type}))
+
+    chosen, ours = AutoTokenizer.from_pretrained(tmp_path), load_tokenizer(str(tmp_path))
+
+    assert type(ours) is type(chosen)
+    for text in ("the sum of 12 and 345", "  isn't\n\nit<end> ", "<user>été 漢字 \u0301 1234567", "", "I'LL\t x"):
+        assert ours(text) == chosen(text), text
+        ids = ours.encode(text)
+        assert ours.decode(ids) == chosen.decode(ids)
+    assert (ours.eos_token_id, ours.chat_template) == (chosen.eos_token_id, chosen.chat_template)
+    assert ours.all_special_ids == chosen.all_special_ids
+    assert ours.apply_chat_template(user("it"), tokenize=False) == chosen.apply_chat_template(
+        user("it"), tokenize=False
+    )
+
+
+@pytest.mark.parametrize("name", ["Qwen2Tokenizer", "PreTrainedTokenizerFast"])
+def test_known_tokenizers_load_without_torch(tmp_path: Path, tokenizer: PreTrainedTokenizerFast, name: str) -> None:
+    tokenizer.save_pretrained(tmp_path)
+    settings = json.loads((tmp_path / "tokenizer_config.json").read_text())
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(settings | {"tokenizer_class": name}))
+    (tmp_path / "config.json").write_text('{"model_type": "qwen2"}')
+    code = f"import sys; from pipelinerl.llm.tokens import load_tokenizer; load_tokenizer({str(tmp_path)!r}); "
+    done = subprocess.run(
+        [sys.executable, "-c", code + "print('torch' in sys.modules)"], capture_output=True, text=True
+    )
+    assert done.stdout.split() == ["False"], done.stderr
