@@ -55,8 +55,8 @@ _WARM_UP_STEPS = 2
 #: A side that waits for more than this share of a step is worth a change.
 _MUCH_WAITING = 0.3
 _SPARE_MEMORY = 0.6
-#: Of the step that computed the most tokens: all of its tokens, and those that were computed.
-_LONGEST_TOKENS, _LONGEST_COMPUTED = "longest_step_tokens", "longest_step_computed_tokens"
+#: Of the step that needed the most memory: all of its tokens, and those that were computed.
+_PEAK_TOKENS, _PEAK_COMPUTED = "peak_step_tokens", "peak_step_computed_tokens"
 
 
 def main(argv: list[str]) -> int:
@@ -155,7 +155,8 @@ def recorded_steps(metrics_file: Path) -> dict[str, float]:
     """Means of the trainer's metrics after the first steps, and the largest values of memory in all steps.
 
     Means, because steps that wait for their batch alternate with steps that find it ready. Also `steps` (those of the
-    means), `samples_per_s` and `output_tokens_per_s` (per second of these steps), and the tokens of the longest step.
+    means), `samples_per_s` and `output_tokens_per_s` (per second of these steps), and the tokens of the step with
+    the largest peak of memory.
 
     Raises:
         ConfigError: the run has no more than the first steps.
@@ -166,11 +167,11 @@ def recorded_steps(metrics_file: Path) -> dict[str, float]:
     if not kept:
         expected = f"a run of more than {_WARM_UP_STEPS} steps"
         raise ConfigError("--from", str(metrics_file), expected, "Let it train a little longer.")
-    longest = max(rows, key=_computed)
+    peak = max(rows, key=lambda row: (row.get("finetune/gpu_memory_peak_gib", 0.0), _computed(row)))
     values: dict[str, float] = {
         "steps": len(kept),
-        _LONGEST_TOKENS: longest.get("finetune/tokens") or 0.0,
-        _LONGEST_COMPUTED: _computed(longest),
+        _PEAK_TOKENS: peak.get("finetune/tokens") or 0.0,
+        _PEAK_COMPUTED: _computed(peak),
     }
     for name in {name for row in kept for name, value in row.items() if isinstance(value, int | float)}:
         if "memory" in name:
@@ -214,10 +215,10 @@ def _compare(args: argparse.Namespace) -> None:
 
 
 def _compared(forecast: RunForecast, seen: Mapping[str, float]) -> list[tuple[str, float, str]]:
-    """(label, forecast, metric) of everything that can be compared. Memory is that of the longest step."""
+    """(label, forecast, metric) of everything that can be compared. Memory is that of the step that needed the most."""
     step, trainer = forecast.step, forecast.trainer
     assert trainer is not None
-    memory = trainer_memory(largest_micro_batch(trainer, seen[_LONGEST_TOKENS], seen[_LONGEST_COMPUTED]))
+    memory = trainer_memory(largest_micro_batch(trainer, seen[_PEAK_TOKENS], seen[_PEAK_COMPUTED]))
     rows = [
         ("peak of tensors, GiB", memory.tensors / GIB, "finetune/gpu_memory_peak_gib"),
         ("peak with reserve, GiB", memory.reserved / GIB, "finetune/gpu_memory_reserved_peak_gib"),

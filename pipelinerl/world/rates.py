@@ -71,6 +71,8 @@ _COMPILED_HOST_S_PER_LAYER, _COMPILED_HOST_CHECKPOINTING = 2.6e-3, 2.4e-3
 #: Host seconds per sample: building its tensors, counting tokens, diagnostics (fitted to one run of 512 samples; 3e-5
 #: less since all samples are collated at once).
 _HOST_S_PER_SAMPLE = 1.2e-4
+#: The longest row of a step over the mean of its rows.
+_UNEVEN = 1.03
 #: Share of the memory bandwidth that optimizer and decoding reach.
 _BANDWIDTH_SHARE = 0.7
 #: Share of the peak in prompts and large decoding batches.
@@ -98,8 +100,9 @@ _REQUEST_S, _ROUND_S, _CHANGEOVER_S = 1.0e-3, 0.15, 0.12
 #: Of the samples that may be in flight beyond the batch in training, those that are being sampled while servers are the
 #: slower side: the others are ready, or wait for the rest of their group (groups of 8 uneven answers, four servers).
 _RUNNING_SHARE = 0.55
-#: Of a process that runs rollouts, for each one of one short answer (3.4e-4 to 5e-4 on three hosts of H200s).
-_ROLLOUT_S = 4.2e-4
+#: Of a process that runs rollouts, for each one of one short answer, pauses included (4.2e-4 to 6.3e-4 on four hosts of
+#: H200s).
+_ROLLOUT_S = 5e-4
 #: Sizes (billions of parameters) between which trainer and servers were measured on the cards below.
 _MEASURED_BILLIONS = (0.1, 1.6)
 _MEASURED_CARDS = ("h200",)
@@ -173,7 +176,7 @@ def _rows(setup: TrainerSetup, tokens: float, computed: float) -> int:
 
 
 def largest_micro_batch(setup: TrainerSetup, tokens: float, computed: float) -> TrainerSetup:
-    """`setup` with the tokens of its largest micro-batch in a step: a full row, or all that the step has.
+    """`setup` with the tokens of its largest micro-batch in a step, whose rows are filled evenly.
 
     Args:
         tokens: of the step, on all ranks; `computed`: those that the trainer computes.
@@ -181,7 +184,9 @@ def largest_micro_batch(setup: TrainerSetup, tokens: float, computed: float) -> 
     if setup.shared_room == 1:  # they are kept in full
         computed = tokens
     shared, rows = (tokens - computed) / setup.ranks, _rows(setup, tokens, computed)
-    most = computed / setup.ranks if rows == 1 else setup.pack_tokens - setup.shared_room * shared / rows
+    most = computed / setup.ranks
+    if rows > 1:
+        most = min(_UNEVEN * most / rows, setup.pack_tokens - setup.shared_room * shared / rows)
     return replace(setup, pack_tokens=math.ceil(most), shared_tokens=math.ceil(shared / rows))
 
 

@@ -148,4 +148,4 @@ def test_the_means_of_a_run_leave_out_its_first_steps(tmp_path: Path) -> None:
     assert found["finetune/step_s"] == 3.0
     assert found["samples_per_s"] == 2.0
     assert found["finetune/gpu_memory_peak_gib"] == 8.0
-    assert (found["longest_step_tokens"], found["longest_step_computed_tokens"]) == (8, 6)
+    assert (found["peak_step_tokens"], found["peak_step_computed_tokens"]) == (9, 4)

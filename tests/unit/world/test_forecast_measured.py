@@ -100,15 +100,17 @@ def test_memory_of_a_measured_step_with_shared_prefixes(
         assert 0.97 * reserved_gib <= memory.reserved / GIB <= 1.1 * reserved_gib
 
 
-def test_the_largest_micro_batch_is_a_full_row_or_the_step() -> None:
+def test_the_rows_of_a_step_are_filled_evenly() -> None:
     setup = TrainerSetup(shape("llama-135m"), pack_tokens=1000, checkpointing=False)
     assert setup.shared_room == 0.125
-    # 600 computed and 100 of 800 shared ones: one row. Of twice as many, two rows, each with room for 900 and 800.
+    # 600 computed and 100 of 800 shared ones: one row. Of twice as many, two rows, one of them 3 % longer.
     short, long = largest_micro_batch(setup, 1400, 600), largest_micro_batch(setup, 2800, 1200)
     assert (short.pack_tokens, short.shared_tokens) == (600, 800)
-    assert (long.pack_tokens, long.shared_tokens) == (900, 800)
+    assert (long.pack_tokens, long.shared_tokens) == (618, 800)
     of_two_ranks = largest_micro_batch(replace(setup, ranks=2), 2800, 1200)
     assert (of_two_ranks.pack_tokens, of_two_ranks.shared_tokens) == (600, 800)
+    # No row is longer than 1000: 1990 tokens are two rows of 995.
+    assert largest_micro_batch(setup, 1990, 1990).pack_tokens == 1000
     # Other attention keeps shared tokens in full.
     whole = largest_micro_batch(replace(setup, products="tf32"), 700, 300)
     assert (whole.pack_tokens, whole.shared_tokens) == (700, 0)
