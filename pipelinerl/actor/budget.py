@@ -74,9 +74,9 @@ class AdaptiveLag(MaxLag):
     """`max_lag` as an upper bound: generation runs ahead only as far as the trainer needs.
 
     The budget starts at two batches, the one in training and the next, which gives a lag of 1. A step that waited for
-    its batch raises the budget by the share of the step that it waited, up to the bound. What was ready beyond the next
-    batch in each of the last six steps was never needed: half of it, less a tenth of a batch for steps of uneven
-    length, is taken away.
+    its batch raises the budget by the share of the step that it waited, up to the bound. Of what was ready beyond the
+    next batch in each of the last six steps, a tenth of a batch is kept for steps of uneven length, and half of the
+    rest is taken away.
 
     Servers that are faster than the trainer would be idle when the weights change, and no sequence would get new
     weights midway. So during the last micro-batch of a step, groups start beyond the budget until `in_flight` of a

@@ -208,7 +208,7 @@ def _token_columns(samples: Sequence[Sample], weights: Sequence[float]) -> dict[
         spanned = sum(span.end - span.start for span in sample.version_spans)
         if not len(sample.logprobs) == spanned == len(sample.ref_logprobs or sample.logprobs) == count:
             raise _mismatch(sample, count)
-        if start < total and labels[start] != IGNORED_LABEL:
+        if sample.input_ids and labels[start] != IGNORED_LABEL:
             raise ValueError(f"sample {sample.id}: the first token is marked as trained, but nothing predicts it")
         if sample.advantage is None:
             raise ValueError(f"sample {sample.id}: got no advantage, expected that of its group")

@@ -52,8 +52,8 @@ from pipelinerl.streams.hub import backend_of
 from pipelinerl.world import Cluster, build_world_map, nvml_cards
 
 #: What the check of the user's code prints when it succeeds: how many problems there are for training and evaluation.
-COUNTS = "problems: {train} {test}"
-_COUNTS = re.compile(r"problems: (\d+) (\d+)")
+COUNTS = "counts of the check: {train} {test}"
+_COUNTS = re.compile(r"counts of the check: (\d+) (\d+)")
 DOMAIN_CHECK_TIMEOUT_S = 300.0
 #: A training state holds fp32 weights and the two moments of AdamW. A token that was sampled takes at most so much in
 #: both streams together: id, label and log-prob as JSON. The rest of a sample is ids, spans and metadata.

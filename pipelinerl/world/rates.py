@@ -100,7 +100,7 @@ _REQUEST_S, _ROUND_S, _CHANGEOVER_S = 1.0e-3, 0.15, 0.12
 #: Of the samples that may be in flight beyond the batch in training, those that are being sampled while servers are the
 #: slower side: the others are ready, or wait for the rest of their group (groups of 8 uneven answers, four servers).
 _RUNNING_SHARE = 0.55
-#: Of a process that runs rollouts, for each one of one short answer, pauses included (4.2e-4 to 6.3e-4 on four hosts of
+#: Of a process that runs rollouts, for each one of one short answer, pauses included (4.2e-4 to 6.5e-4 on four hosts of
 #: H200s).
 _ROLLOUT_S = 5e-4
 #: Sizes (billions of parameters) between which trainer and servers were measured on the cards below.

@@ -23,7 +23,7 @@ from pipelinerl.world.model_shape import ModelShape
 MOST_SERVERS = 4
 #: What the process of the engine and the one that answers requests use.
 CORES_PER_SERVER = 2
-#: Of the actor, by `actor.rollout_workers=auto`; more were not measured.
+#: Of the actor, by `actor.rollout_workers=auto`; more than two were not measured.
 MOST_WORKERS = 8
 #: Several servers on a GPU: their weights are at most this share of its memory; weights and overhead are at most this
 #: share of what they may use, the caches get the rest; each cache holds so many sequences of full length.
@@ -134,7 +134,7 @@ def free_cores(config: RunConfig, cluster: Cluster, gpus: int, ranks: int) -> in
 def rollout_workers(config: RunConfig, jobs: list[Job], actor: Job, cores: int) -> int:
     """How many processes run the rollouts of `actor`.
 
-    A process handles 2,000 to 3,000 requests a second, and a server of a small model answers 600 and more.
+    A process handles 1,500 to 2,400 short rollouts a second, and a server of a small model answers 600 requests.
 
     Args:
         jobs: of the run.
@@ -144,7 +144,8 @@ def rollout_workers(config: RunConfig, jobs: list[Job], actor: Job, cores: int) 
         return config.actor.rollout_workers
     servers = [job for job in jobs if job.kind == "actor_llm" and job.gpus]
     here = Counter(job.kind for job in jobs if job.node_rank == actor.node_rank)
-    left = cores - _ACTOR_AND_PREPROCESSOR - here["finetune"] - CORES_PER_SERVER * here["actor_llm"]
+    of_servers = CORES_PER_SERVER * (here["actor_llm"] + here["preprocessor_llm"])
+    left = cores - _ACTOR_AND_PREPROCESSOR - here["finetune"] - of_servers
     return max(1, min(MOST_WORKERS, len(servers) // 2, left))
 
 

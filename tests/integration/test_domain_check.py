@@ -83,7 +83,7 @@ def in_this_process(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 @pytest.mark.usefixtures("in_this_process")
 def test_the_problems_are_counted(tmp_path: Path) -> None:
-    body = "print('problems: 1'); return [{'dataset': 'a', 'n': n} for n in range(3)]"
+    body = "print('problems: 1 1'); print('loading 3/3', end=''); return [{'dataset': 'a', 'n': n} for n in range(3)]"
     (line,) = check(tmp_path, body)
     assert line.startswith("3 ") and " 0 test" in line
 

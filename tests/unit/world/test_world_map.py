@@ -287,6 +287,9 @@ def test_cores_are_shared_on_a_machine_without_gpus() -> None:
         ({"gpus": 2, "cores": 12, "actor_gpus": [[0]] * 4, "finetune_gpus": [1]}, 1),
         ({"gpus": 8, "cores": 64, "actor_fraction": 6, "finetune_fraction": 2}, 3),
         ({"gpus": 8, "cores": 8, "actor_fraction": 6, "finetune_fraction": 2}, 1),
+        ({"gpus": 32, "cores": 256, "num_actor_llms": 24, "num_finetune_ranks": 8}, 8),
+        # 2, 2 ranks, 4 x 2 of servers and 2 x 2 of reference servers
+        ({"gpus": 8, "cores": 17, "num_actor_llms": 4, "num_preprocessor_llms": 2, "num_finetune_ranks": 2}, 1),
         ({"gpus": 8, "cores": 128, "num_actor_llms": 7, "num_finetune_ranks": 1, "workers": 5}, 5),
         ({"cores": 64, "num_actor_llms": 4}, 1),
         ({"cores": 2, "workers": 3}, 3),
