@@ -34,6 +34,7 @@ from pipelinerl.records import IGNORED_LABEL, Sample
 AGGREGATIONS = ("sample", "sample_mean", "token", "group", "constant_length")
 PADDING_SEGMENT = -1
 NO_VERSION = -1
+_COUNTED = ("labels", "logprobs", "ref_logprobs", "version_spans")
 
 
 @dataclass(frozen=True)
@@ -196,25 +197,17 @@ def sentinel(*, pad_id: int, step_tokens: int = 0) -> MicroBatch:
 def _token_columns(samples: Sequence[Sample], weights: Sequence[float]) -> dict[str, np.ndarray]:
     """Arrays with one value per token, of all samples one after the other. Position t predicts token t + 1; the last
     one of a sample predicts nothing."""
-    lengths = [len(sample.input_ids) for sample in samples]
-    total = sum(lengths)
-    segments, starts = np.repeat(np.arange(len(samples)), lengths), np.cumsum([0, *lengths])
-    if short := next((sample for sample in samples if len(sample.labels) != len(sample.input_ids)), None):
-        raise _mismatch(short, short.num_trained_tokens)
+    for sample in samples:
+        _check(sample)
+    lengths, counts = [len(sample.input_ids) for sample in samples], [len(sample.logprobs) for sample in samples]
+    total, num_trained = sum(lengths), sum(counts)
+    starts = np.cumsum([0, *lengths[:-1]])
     labels = _flat((sample.labels for sample in samples), np.int64, total)
     trained = np.flatnonzero(labels != IGNORED_LABEL)
-    counts = np.bincount(segments[trained], minlength=len(samples))
-    for sample, count, start in zip(samples, counts.tolist(), starts.tolist(), strict=False):
-        spanned = sum(span.end - span.start for span in sample.version_spans)
-        if not len(sample.logprobs) == spanned == len(sample.ref_logprobs or sample.logprobs) == count:
-            raise _mismatch(sample, count)
-        if sample.input_ids and labels[start] != IGNORED_LABEL:
-            raise ValueError(f"sample {sample.id}: the first token is marked as trained, but nothing predicts it")
-        if sample.advantage is None:
-            raise ValueError(f"sample {sample.id}: got no advantage, expected that of its group")
     at, spans = trained - 1, [span for sample in samples for span in sample.version_spans]
     refs = (sample.ref_logprobs or [0.0] * len(sample.logprobs) for sample in samples)
-    oldest = [min((span.version for span in sample.version_spans), default=NO_VERSION) for sample in samples]
+    versions = np.repeat([span.version for span in spans], [span.end - span.start for span in spans])
+    oldest = [min((s.version for s in sample.version_spans if s.end > s.start), default=0) for sample in samples]
 
     def scatter(values: Any, fill: int, dtype: type) -> np.ndarray:
         out: np.ndarray = np.full(total, fill, dtype=dtype)
@@ -223,16 +216,14 @@ def _token_columns(samples: Sequence[Sample], weights: Sequence[float]) -> dict[
 
     return {
         "input_ids": _flat((sample.input_ids for sample in samples), np.int64, total),
-        "position_ids": np.arange(total) - np.repeat(starts[:-1], lengths),
-        "segment_ids": segments,
+        "position_ids": np.arange(total) - np.repeat(starts, lengths),
+        "segment_ids": np.repeat(np.arange(len(samples)), lengths),
         "targets": scatter(labels[trained], IGNORED_LABEL, np.int64),
-        "old_logprobs": scatter(_flat((sample.logprobs for sample in samples), np.float64, len(at)), 0, np.float32),
-        "ref_logprobs": scatter(_flat(refs, np.float64, len(at)), 0, np.float32),
+        "old_logprobs": scatter(_flat((sample.logprobs for sample in samples), np.float64, num_trained), 0, np.float32),
+        "ref_logprobs": scatter(_flat(refs, np.float64, num_trained), 0, np.float32),
         "advantages": scatter(np.repeat([sample.advantage for sample in samples], counts), 0, np.float32),
         "weights": scatter(np.repeat(weights, counts), 0, np.float32),
-        "versions": scatter(
-            np.repeat([span.version for span in spans], [span.end - span.start for span in spans]), NO_VERSION, np.int64
-        ),
+        "versions": scatter(versions, NO_VERSION, np.int64),
         "oldest_versions": scatter(np.repeat(oldest, counts), NO_VERSION, np.int64),
     }
 
@@ -241,14 +232,18 @@ def _flat(parts: Iterable[Sequence[float]], dtype: type, count: int) -> np.ndarr
     return np.fromiter(itertools.chain.from_iterable(parts), dtype, count)
 
 
-def _mismatch(sample: Sample, trained: int) -> ValueError:
+def _check(sample: Sample) -> None:
+    trained = len(sample.labels) - sample.labels.count(IGNORED_LABEL)
+    expected = (len(sample.input_ids), trained, trained, trained)
     spanned = sum(span.end - span.start for span in sample.version_spans)
-    refs = len(sample.ref_logprobs or sample.logprobs)
-    found = (len(sample.labels), len(sample.logprobs), refs, spanned)
-    names = ("labels", "logprobs", "ref_logprobs", "version_spans")
-    expected = dict(zip(names, (len(sample.input_ids), trained, trained, trained), strict=True))
-    got = dict(zip(names, found, strict=True))
-    return ValueError(f"sample {sample.id}: got lengths {got}, expected {expected}")
+    found = (len(sample.labels), len(sample.logprobs), len(sample.ref_logprobs or sample.logprobs), spanned)
+    if found != expected:
+        got, wanted = (dict(zip(_COUNTED, numbers, strict=True)) for numbers in (found, expected))
+        raise ValueError(f"sample {sample.id}: got lengths {got}, expected {wanted}")
+    if sample.labels and sample.labels[0] != IGNORED_LABEL:
+        raise ValueError(f"sample {sample.id}: the first token is marked as trained, but nothing predicts it")
+    if sample.advantage is None:
+        raise ValueError(f"sample {sample.id}: got no advantage, expected that of its group")
 
 
 def _refuse_other_inputs(chosen: Sequence[Sample]) -> None:

@@ -61,8 +61,11 @@ def test_sentinel_trains_nothing():
     ],
 )
 def test_t2_faulty_samples_are_never_broadcast_or_filled(change):
-    with pytest.raises(ValueError, match="sample 0-0/r0/s0"):
-        collated([replace(A, **change)])
+    refs = [-0.1] * len(A.logprobs) if "ref_logprobs" in change else []
+    faulty, other = replace(A, **change), replace(A, id="other", ref_logprobs=refs)
+    for samples in ([faulty], [other, faulty], [faulty, other]):
+        with pytest.raises(ValueError, match="sample 0-0/r0/s0"):
+            collated(samples)
 
 
 def test_reference_logprobs_of_all_samples_or_of_none():
