@@ -441,7 +441,7 @@ def check_run(file: Path) -> int:
         config = load_config(file)
         problems = checked_problems(config)
         # User code may have left a line without its end.
-        print("\n" + COUNTS.format(train=len(problems.train), test=len(problems.test)), flush=True)
+        print(f"\n{COUNTS}{len(problems.train)} {len(problems.test)}", flush=True)
         if note := _note_of(problems):
             print(f"\n{REMARK}{note}", flush=True)
         if config.world.env_replicas:  # the environment's servers are started with the run

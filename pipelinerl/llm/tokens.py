@@ -19,14 +19,12 @@ THINK, THOUGHT = "<think>", "</think>"  # around what a model thinks
 # Tokenizer classes that their files describe completely. For other names `AutoTokenizer` goes by model type: a Qwen2
 # model with its own tokenizer would keep the vocabulary but silently get Qwen2's pre-tokenizer.
 _GENERIC_CLASSES = ("PreTrainedTokenizerFast", "TokenizersBackend")
+# By model type, where `AutoTokenizer` uses the class that the files name.
+_NAMED_CLASSES = {("llama", "GPT2Tokenizer"), ("qwen2", "Qwen2Tokenizer"), ("qwen3", "Qwen2Tokenizer")}
 # Enough for any pre-tokenizer rule that looks at the preceding text.
 _CONTEXT_CHARACTERS = 64
 # The attempts of a group share their first prompt and start at about the same time.
 _CACHED_PROMPTS = 256
-
-
-#: Types of models and classes of their tokenizers that `AutoTokenizer` uses as they are named.
-_TRUSTED_CLASSES = {("llama", "GPT2Tokenizer"), ("qwen2", "Qwen2Tokenizer"), ("qwen3", "Qwen2Tokenizer")}
 
 
 class _TokenizerConfig(msgspec.Struct):
@@ -67,7 +65,7 @@ def _class_without_torch(folder: Path) -> str | None:
     except (OSError, msgspec.MsgspecError, UnicodeDecodeError):
         return None
     name = (config.tokenizer_class or "").removesuffix("Fast")
-    return name if (model.model_type, name) in _TRUSTED_CLASSES and config.auto_map is None else None
+    return name if (model.model_type, name) in _NAMED_CLASSES and config.auto_map is None else None
 
 
 class ChatRenderer:

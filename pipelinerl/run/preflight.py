@@ -51,9 +51,6 @@ from pipelinerl.rundir.durable import ScratchFolder
 from pipelinerl.streams.hub import backend_of
 from pipelinerl.world import Cluster, build_world_map, nvml_cards
 
-#: What the check of the user's code prints when it succeeds: how many problems there are for training and evaluation.
-COUNTS = "counts of the check: {train} {test}"
-_COUNTS = re.compile(r"counts of the check: (\d+) (\d+)")
 DOMAIN_CHECK_TIMEOUT_S = 300.0
 #: A training state holds fp32 weights and the two moments of AdamW. A token that was sampled takes at most so much in
 #: both streams together: id, label and log-prob as JSON. The rest of a sample is ids, spans and metadata.
@@ -62,8 +59,8 @@ SHARED_MEMORY = Path("/dev/shm")
 #: vLLM (0.32) makes a queue of 160 MiB for all workers of a server and one of 240 MiB for each, and refuses to start
 #: if one of them does not fit; a page takes room once it is used.
 _QUEUE_BYTES = 241 * 2**20
-#: The prefix of its remarks.
-REMARK = "remark of the check: "
+#: Prefixes of what the check of the user's code prints: numbers of problems for training and evaluation; remarks.
+COUNTS, REMARK = "counts of the check: ", "remark of the check: "
 
 
 @dataclass(frozen=True)
@@ -384,7 +381,7 @@ def check_domain(start: Start) -> list[str]:
             raise UserError(user_error(log) or last_error(log))
         problem = last_error(log) if done.returncode != 0 else ""
     printed = done.stdout.decode("utf-8", errors="replace").splitlines()  # user code may print too
-    found = [match for line in printed if (match := _COUNTS.fullmatch(line))]
+    found = [match for line in printed if (match := re.fullmatch(rf"{COUNTS}(\d+) (\d+)", line))]
     if problem and not found:
         raise DomainError(f"the check of {what} failed: {problem}")
     if not found:
