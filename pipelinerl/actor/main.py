@@ -385,7 +385,7 @@ def main(context: RoleContext) -> None:
     death_fd = os.environ.get(DEATH_FD_KEY)
     pool = WorkerPool(
         worker_command(str(context.run_dir.root), context.job.name),
-        context.job.cores,
+        context.job.workers,
         inherited_fds=[int(death_fd)] if death_fd else [],
     )
 

@@ -38,7 +38,7 @@ from pipelinerl.world.forecast import (
 )
 from pipelinerl.world.model_shape import ModelShape
 from pipelinerl.world.rates import Layout, Machine, StepForecast, Work, card_machine, cpu_machine, step_forecast
-from pipelinerl.world.sharing import MOST_WORKERS
+from pipelinerl.world.sharing import workers_for
 
 #: What a sleeping server keeps on its card: CUDA's context and graphs.
 _ASLEEP_BYTES = 1.2 * GIB
@@ -157,13 +157,8 @@ def _layout(config: RunConfig, world: WorldMap) -> Layout:
         mps=config.world.mps and world.device == "cuda",
         ahead=1 + (min(most, 1.0) if config.adaptive_lag else most),
         most_ahead=1 + most,
-        workers=_workers(config, world),
+        workers=max((job.workers for job in world.jobs_of("actor")), default=1),
     )
-
-
-def _workers(config: RunConfig, world: WorldMap) -> int:
-    chosen = config.actor.rollout_workers
-    return chosen if chosen != "auto" else sum(job.cores for job in world.jobs_of("actor")) or 1
 
 
 def _uses(
@@ -331,7 +326,7 @@ def better_split(forecast: RunForecast) -> str | None:
             replace(forecast.layout, servers=servers, shared=False, turns=False),
         )
         if forecast.config.actor.rollout_workers == "auto":
-            layout = replace(layout, workers=max(1, min(MOST_WORKERS, servers // 2)))
+            layout = replace(layout, workers=workers_for(servers))
         if servers and trainer_memory(other).total <= room:
             found = step_forecast(other, server, layout, forecast.work, forecast.machine)
             splits.append((found.step_s, servers, ranks))

@@ -84,6 +84,8 @@ def main(argv: list[str]) -> int:
     world = build_world_map(config, cluster, model=shape)
     forecast = forecast_run(config, world, hardware, shape, _tokens(args))
     notes = [f"note: {note}" for note in world.notes]
+    if args.gpus and not args.cores:
+        notes.append(f"note: planned with the {usable_cores()} CPU cores of this machine in each node; see --cores")
     print("\n".join([*lines_of(forecast), *notes, *check_disk(Start(config, cluster, os.environ))]))
     faults = faults_of(forecast)
     for fault in faults:
@@ -243,10 +245,13 @@ def changes(forecast: RunForecast, seen: Mapping[str, float]) -> list[str]:
     room = forecast.machine.memory_bytes / GIB
     peak = seen.get("finetune/gpu_memory_reserved_peak_gib")
     if step_s and waited > _MUCH_WAITING * step_s:
-        lines.append(
-            f"change: the trainer waited {waited / step_s:.0%} of each step: more servers, or more cards for them "
-            "(world.num_actor_llms), or more rollouts at once (actor.llm_max_rollouts)"
+        more = (
+            "more servers, or more cards for them (world.num_actor_llms), or more rollouts at once "
+            "(actor.llm_max_rollouts)"
         )
+        if forecast.step is not None and forecast.step.needs_workers:
+            more = "more processes that run rollouts (actor.rollout_workers)"
+        lines.append(f"change: the trainer waited {waited / step_s:.0%} of each step: {more}")
     elif step_s and waited < 0.05 * step_s:
         lag = seen.get("finetune/lag_mean_versions")
         lines.append("change: the trainer never waited: more cards for it (world.num_finetune_ranks)")

@@ -381,8 +381,7 @@ def build_command(
     env = {
         JOB_KEY: job.name,
         "CUDA_VISIBLE_DEVICES": ",".join(gpus),
-        # The cores of the actor are those of its workers, one each.
-        "OMP_NUM_THREADS": "1" if job.kind == "actor" else str(job.cores),
+        "OMP_NUM_THREADS": str(job.cores),
         "PYTHONUNBUFFERED": "1",
         "PYTHONFAULTHANDLER": "1",
         "NO_PROXY": no_proxy,

@@ -22,7 +22,8 @@ class Job(msgspec.Struct, frozen=True):
     device ids as `CUDA_VISIBLE_DEVICES` on the job's node writes them; empty on CPUs. `port` and `url` are
     those of a server; `weight_group_port` is where the trainer meets this server to send weights. `cores` is the number
     of CPU threads that the job may use. A server that shares its GPU may use `memory_share` of its memory (None: as
-    configured) and has a key-value cache of `cache_bytes` (None: what its weights leave of that).
+    configured) and has a key-value cache of `cache_bytes` (None: what its weights leave of that). The actor runs
+    rollouts in `workers` processes.
     """
 
     kind: str
@@ -38,6 +39,7 @@ class Job(msgspec.Struct, frozen=True):
     cores: int
     cache_bytes: int | None = None
     memory_share: float | None = None
+    workers: int = 1
 
 
 class WorldMap(msgspec.Struct, frozen=True):

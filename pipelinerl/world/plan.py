@@ -85,6 +85,12 @@ def build_world_map(
 
 def _notes(config: RunConfig, split: _Split, jobs: list[Job]) -> list[str]:
     """Decisions that the user did not make explicitly."""
+    workers = max((job.workers for job in jobs if job.kind == "actor"), default=1)
+    of_actor = [f"{workers} processes run rollouts"] if config.actor.rollout_workers == "auto" and workers > 1 else []
+    return [*_sharing_notes(config, split, jobs), *of_actor]
+
+
+def _sharing_notes(config: RunConfig, split: _Split, jobs: list[Job]) -> list[str]:
     caches = {job.cache_bytes for job in jobs if job.kind == "actor_llm" and job.cache_bytes is not None}
     cache = f" (key-value cache {min(caches) / 2**30:.1f} GiB each)" if caches else ""
     if split.is_shared and config.world.placement != "colocated":
@@ -316,7 +322,7 @@ class _Placer:
         clients = [self._job(kind, 0, 0, []) for kind in ("actor", "preprocessor")]
         ranks = self._ranks(self._all_gpus() if split.is_shared else free)
         jobs = [*self._with_group_ports(servers, ranks), *clients, *ranks]
-        return self._with_cores([job for job in jobs if self._config.has_stage(job.kind)])
+        return self._with_workers(self._with_cores([job for job in jobs if self._config.has_stage(job.kind)]))
 
     def _all_gpus(self) -> list[list[str]]:
         """GPUs of every node, in the order of the node's list."""
@@ -386,14 +392,20 @@ class _Placer:
         ]
 
     def _with_cores(self, jobs: list[Job]) -> list[Job]:
-        """Share the cores of each node among its servers and trainer ranks. The actor takes one for each process that
-        runs rollouts, and other jobs take one each."""
+        """Share the cores of each node among its servers and trainer ranks; other jobs take one each."""
         heavy = Counter(job.node_rank for job in jobs if job.kind in _HEAVY_KINDS)
+        return [
+            msgspec.structs.replace(job, cores=max(1, self._cluster.nodes[job.node_rank].cores // heavy[job.node_rank]))
+            if job.kind in _HEAVY_KINDS
+            else job
+            for job in jobs
+        ]
 
-        def cores_of(job: Job) -> int:
-            on_node = self._cluster.nodes[job.node_rank].cores
-            if job.kind == "actor":
-                return rollout_workers(self._config, jobs, job, on_node)
-            return max(1, on_node // heavy[job.node_rank]) if job.kind in _HEAVY_KINDS else job.cores
-
-        return [msgspec.structs.replace(job, cores=cores_of(job)) for job in jobs]
+    def _with_workers(self, jobs: list[Job]) -> list[Job]:
+        """Give the actor its processes for rollouts."""
+        return [
+            msgspec.structs.replace(job, workers=rollout_workers(self._config, self._cluster, jobs, job))
+            if job.kind == "actor"
+            else job
+            for job in jobs
+        ]

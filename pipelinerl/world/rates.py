@@ -266,7 +266,8 @@ class StepForecast:
     """Seconds of one optimizer step by part.
 
     Attributes:
-        generate_s: in which all servers sample the tokens of a step.
+        generate_s: in which the samples of a step are made.
+        rollouts_s: in which the processes that run rollouts handle them, at least.
         train_s: of the trainer's part.
         step_s: of the whole.
         lag: mean versions between sampling and training a token.
@@ -274,6 +275,7 @@ class StepForecast:
     """
 
     generate_s: float
+    rollouts_s: float
     train_s: float
     step_s: float
     lag: float
@@ -284,12 +286,18 @@ class StepForecast:
     is_measured: bool
 
     @property
+    def needs_workers(self) -> bool:
+        """Whether servers and trainer wait for the processes that run rollouts."""
+        return self.rollouts_s >= max(self.generate_s, self.train_s)
+
+    @property
     def waits(self) -> str:
         """Which side waits, and for how long per step."""
         if self.turns:
             return f"they alternate: {self.generate_s:.2f} s of sampling, {self.train_s:.2f} s of training"
         if self.generate_s > self.train_s:
-            return f"the trainer waits {self.generate_s - self.train_s:.2f} s of each step for samples"
+            why = ": more processes have to run rollouts (actor.rollout_workers)" if self.needs_workers else ""
+            return f"the trainer waits {self.generate_s - self.train_s:.2f} s of each step for samples{why}"
         factor = self.train_s / max(self.generate_s, 1e-9)
         return f"the trainer is the bottleneck: the servers could be {factor:.1f} times as slow"
 
@@ -339,15 +347,14 @@ def step_forecast(
         rate /= 1 + (_SERVERS_SLOWED_MPS if layout.mps else _SERVERS_SLOWED) * others
         train_s *= 1 + (_TRAINER_SLOWED_MPS if layout.mps else _TRAINER_SLOWED) * others
     generate_s = work.samples * work.output_tokens / max(rate, 1e-9)
-    if not machine.on_cpu and not layout.turns:
-        generate_s = max(generate_s, work.samples * _ROLLOUT_S / layout.workers)
-        rate = work.samples * work.output_tokens / generate_s
     if layout.shared and not layout.turns and not machine.on_cpu:
         # Both use the same device. The trainer, whose kernels are large, hardly notices.
         of_card = work.samples * work.output_tokens * layout.on_card / layout.servers
         served = of_card / _sequences(server, work) * server_device_seconds(server, work, machine)
         generate_s = max(generate_s, _MIXED * (trainer_device_seconds(trainer, work, machine) + served))
         rate = work.samples * work.output_tokens / generate_s
+    rollouts_s = 0.0 if machine.on_cpu or layout.turns else work.samples * _ROLLOUT_S / layout.workers
+    generate_s = max(generate_s, rollouts_s)
     update_s = _UPDATE_S + trainer.shape.parameters * trainer.served_bytes / _UPDATE_BANDWIDTH
     if layout.turns:
         generate_s += work.samples / layout.servers * _REQUEST_S + _ROUND_S / layout.round_steps
@@ -359,6 +366,7 @@ def step_forecast(
     known = any(_is_named(key, machine.name) for key in _MEASURED_CARDS) and trainer.sharding == "plain"
     return StepForecast(
         generate_s=generate_s,
+        rollouts_s=rollouts_s,
         train_s=train_s,
         step_s=step_s,
         lag=0.0 if layout.turns else lag,

@@ -131,22 +131,22 @@ def free_cores(config: RunConfig, cluster: Cluster, gpus: int, ranks: int) -> in
     return (cluster.cores - others) // max(1, gpus)
 
 
-def rollout_workers(config: RunConfig, jobs: list[Job], actor: Job, cores: int) -> int:
-    """How many processes run the rollouts of `actor`.
-
-    A process handles 1,500 to 2,400 short rollouts a second, and a server of a small model answers 600 requests.
-
-    Args:
-        jobs: of the run.
-        cores: of the actor's node.
-    """
+def rollout_workers(config: RunConfig, cluster: Cluster, jobs: list[Job], actor: Job) -> int:
+    """How many processes run the rollouts of `actor`, one of `jobs`."""
     if config.actor.rollout_workers != "auto":
         return config.actor.rollout_workers
-    servers = [job for job in jobs if job.kind == "actor_llm" and job.gpus]
     here = Counter(job.kind for job in jobs if job.node_rank == actor.node_rank)
-    of_servers = CORES_PER_SERVER * (here["actor_llm"] + here["preprocessor_llm"])
-    left = cores - _ACTOR_AND_PREPROCESSOR - here["finetune"] - of_servers
-    return max(1, min(MOST_WORKERS, len(servers) // 2, left))
+    taken = here["finetune"] + CORES_PER_SERVER * (here["actor_llm"] + here["preprocessor_llm"])
+    spare = cluster.nodes[actor.node_rank].cores - _ACTOR_AND_PREPROCESSOR - taken
+    return workers_for(sum(job.kind == "actor_llm" and bool(job.gpus) for job in jobs), spare)
+
+
+def workers_for(servers: int, cores: int = MOST_WORKERS) -> int:
+    """Processes for the rollouts of `servers` servers on GPUs (`actor.rollout_workers=auto`), with `cores` for them.
+
+    A process handles 1,500 to 2,400 short rollouts a second, and a server of a small model answers 600 requests.
+    """
+    return max(1, min(MOST_WORKERS, servers // 2, cores))
 
 
 def servers_on_gpu(needs: Needs | None, cores: int, with_rank: bool) -> int:

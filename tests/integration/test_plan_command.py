@@ -94,6 +94,25 @@ def test_servers_and_trainer_share_a_single_gpu(tmp_path: Path, name: str) -> No
     assert main(["--gpus=1", "--card=h200", *words]) == 0
 
 
+SHORT = (
+    *("--config-name=arithmetic_2gpu", "--gpus=8", "--card=h200", "--output-tokens=9", "--prompt-tokens=140"),
+    *("model_path=x-0.5B", "finetune.seq_length=16384", "world.num_actor_llms=2", "world.num_finetune_ranks=6"),
+)
+
+
+def test_short_answers_need_processes_for_rollouts(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """More servers bring more processes, unless their number is chosen: then that is what is missing."""
+    words = [*SHORT, f"output_dir={tmp_path}/out"]
+    assert main([*words, "--cores=128"]) == 0
+    assert "world.num_actor_llms=" in capsys.readouterr().out
+    assert main([*words, "--cores=128", "actor.rollout_workers=1"]) == 0
+    printed = capsys.readouterr().out
+    assert "actor.rollout_workers" in printed and "world.num_actor_llms=" not in printed
+    assert "--cores" not in printed
+    assert main(words) == 0
+    assert "--cores" in capsys.readouterr().out
+
+
 def test_a_smaller_cache_makes_room_on_a_card_of_both(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """A server with 0.85 of the card leaves no room for the state of the trainer; with what is proposed it does."""
     key, own = "vllm_config.vllm_kwargs.gpu-memory-utilization=", [*TURNS, f"output_dir={tmp_path}/out"]

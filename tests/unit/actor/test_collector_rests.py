@@ -37,7 +37,7 @@ def test_the_actor_starts_with_what_is_loaded_frozen_and_seldom_passes(monkeypat
         heartbeat=types.SimpleNamespace(waiting=lambda what: nullcontext()),
         config=None,
         run_dir=types.SimpleNamespace(root=Path("run")),
-        job=types.SimpleNamespace(name="actor_0", cores=1),
+        job=types.SimpleNamespace(name="actor_0", workers=1),
     )
 
     main.main(context)

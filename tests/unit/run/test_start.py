@@ -382,12 +382,6 @@ def test_o4_a_trainer_rank_sees_the_devices_of_its_node_and_knows_its_place() ->
     }
 
 
-def test_the_cores_of_the_actor_are_one_for_each_of_its_processes() -> None:
-    """Not threads: each process that runs rollouts inherits the number."""
-    actor = job("actor")
-    assert build_command(actor, world(actor), RUN, {}).env["OMP_NUM_THREADS"] == "1"
-
-
 @pytest.mark.parametrize(
     ("kind", "device", "environ", "expected"),
     [

@@ -28,7 +28,16 @@ from pipelinerl.world.forecast import (
     trainer_memory,
 )
 from pipelinerl.world.model_shape import ModelShape, guess_shape, shape_of
-from pipelinerl.world.rates import Layout, Work, card_machine, cpu_machine, server_rate, step_forecast, train_seconds
+from pipelinerl.world.rates import (
+    Layout,
+    StepForecast,
+    Work,
+    card_machine,
+    cpu_machine,
+    server_rate,
+    step_forecast,
+    train_seconds,
+)
 
 P_7B, E_7B = 7_615_616_512, 152064 * 3584
 CARD_80, CARD_141 = 79.6 * GIB, 139.8 * GIB
@@ -191,12 +200,14 @@ def test_a_card_is_found_by_whole_words(name: str, gib: float) -> None:
 def test_processes_that_run_rollouts_bound_short_answers() -> None:
     card, trainer, server = card_machine("NVIDIA H200"), TrainerSetup(shape("0.5")), ServerSetup(shape("0.5"))
 
-    def seconds(output: int, workers: int) -> float:
-        layout = Layout(8, workers=workers)
-        return step_forecast(trainer, server, layout, Work(10_000, 50, output, 512), card).generate_s
+    def step(output: int, workers: int) -> StepForecast:
+        return step_forecast(trainer, server, Layout(8, workers=workers), Work(10_000, 50, output, 512, 4), card)
 
-    assert seconds(10, 1) == pytest.approx(5.0) and seconds(10, 2) == pytest.approx(2.5)
-    assert seconds(500, 1) == seconds(500, 8) > 5.0
+    assert step(10, 1).generate_s == pytest.approx(5.0) and step(10, 2).generate_s == pytest.approx(2.5)
+    assert step(10, 1).needs_workers and "actor.rollout_workers" in step(10, 1).waits
+    assert step(10, 1).server_tokens_s == step(10, 8).server_tokens_s, "the servers' own rate"
+    assert step(500, 1).generate_s == step(500, 8).generate_s > 5.0
+    assert not step(500, 1).needs_workers and "actor.rollout_workers" not in step(500, 1).waits
 
 
 @pytest.mark.parametrize(("mps", "seen_s"), [(False, 4.55), (True, 1.70)])

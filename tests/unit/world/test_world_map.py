@@ -297,7 +297,10 @@ def test_cores_are_shared_on_a_machine_without_gpus() -> None:
 )
 def test_processes_that_run_rollouts(changes: dict[str, Any], workers: int) -> None:
     kwargs = {"kv-cache-memory-bytes": GIB} if "actor_gpus" in changes else None
-    assert plan(vllm_kwargs=kwargs, gpu_gib=80, **changes).job("actor_0").cores == workers
+    world = plan(vllm_kwargs=kwargs, gpu_gib=80, **changes)
+    assert (world.job("actor_0").workers, world.job("actor_0").cores) == (workers, 1)
+    chosen = workers > 1 and "workers" not in changes
+    assert any(note.startswith(f"{workers} ") for note in world.notes) == chosen
 
 
 # name: (arguments of plan, key of the error, numbers and names in it)
@@ -468,5 +471,7 @@ def test_each_gpu_of_a_list_is_divided_among_its_own_servers() -> None:
 )
 def test_the_plan_says_what_it_decided(arguments: dict[str, Any], servers: int, ranks: int) -> None:
     world = plan(**arguments, **H200, model=SMALL)
-    assert len(world.notes) == bool(servers)
-    assert all(f"{servers} servers" in note and ("trainer" in note) == bool(ranks) for note in world.notes)
+    of_servers, of_actor = world.notes[:1], world.notes[1:]
+    assert len(of_servers) == len(of_actor) == bool(servers)
+    assert all(f"{servers} servers" in note and ("trainer" in note) == bool(ranks) for note in of_servers)
+    assert all("2 processes" in note for note in of_actor)
