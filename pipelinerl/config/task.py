@@ -69,8 +69,8 @@ class ActorConfig(Section):
     llm_max_rollouts: int = Field(default=64, ge=1, description="concurrent rollouts per server")
     rollout_workers: Annotated[int, Field(ge=1)] | Literal["auto"] = Field(
         default="auto",
-        description="processes that run rollouts; auto: one for every two servers on GPUs, at most 8, as the node has "
-        "cores",
+        description="processes that run rollouts; auto: one for every two servers on GPUs, at most 8, and no more than "
+        "the node has free cores",
     )
     discount_factor: float = Field(default=1.0, gt=0, le=1, description="discount per output token, in built-in tasks")
     rollout_timeout_s: float = Field(default=600, gt=0, description="time limit of a rollout; a longer one fails")
