@@ -7,6 +7,7 @@ turns errors into exit codes.
 from __future__ import annotations
 
 import argparse
+import gc
 import logging
 import os
 import signal
@@ -14,7 +15,8 @@ import subprocess
 import sys
 import threading
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -82,6 +84,18 @@ def load_context(run_dir: Path | str, job_name: str) -> RoleContext:
         heartbeat=heartbeat.start(),
         streams=StreamHub(config.streams, files, identity.run_id),
     )
+
+
+@contextmanager
+def quick_imports() -> Iterator[None]:
+    """Around imports of torch or vLLM: the garbage collector, which would take a fifth of their time, waits, and later
+    never goes through what they left."""
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.freeze()
+        gc.enable()
 
 
 def run_role(main: Callable[[RoleContext], None], argv: Sequence[str] | None = None) -> int:

@@ -14,7 +14,7 @@ import sys
 from typing import NoReturn
 
 from pipelinerl.config.schedule import update_interval
-from pipelinerl.role import RoleContext, run_role
+from pipelinerl.role import RoleContext, quick_imports, run_role
 
 EXIT_STOPPED = 128 + signal.SIGTERM
 
@@ -22,7 +22,8 @@ EXIT_STOPPED = 128 + signal.SIGTERM
 def main(context: RoleContext) -> None:
     """Train to the end."""
     # Here, as torch must not be loaded before the heartbeat runs.
-    from pipelinerl.finetune.loop import run_trainer
+    with quick_imports():
+        from pipelinerl.finetune.loop import run_trainer
 
     config = context.config
     if not run_trainer(context, os.environ).is_complete(config.finetune, update_interval(config)):

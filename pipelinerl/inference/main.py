@@ -31,7 +31,7 @@ from pipelinerl.inference.arguments import (
     server_arguments,
 )
 from pipelinerl.inference.auth import read_token
-from pipelinerl.role import RoleContext, run_role
+from pipelinerl.role import RoleContext, quick_imports, run_role
 from pipelinerl.weights.link import is_loopback
 from pipelinerl.weights.manifest import local_folder, read_manifest
 from pipelinerl.world.jobs import CPU_TRANSPORT, TRANSPORTS, Job
@@ -138,7 +138,8 @@ def serve(settings: ServerSettings, cpu_kv_cache_gib: float = 1.0) -> None:
     if not is_loopback(settings.host):
         logger.warning("listening on %s, beyond this machine: the token is sent in clear text", settings.host)
     prepare_environment(os.environ, settings, cpu_kv_cache_gib)
-    from pipelinerl.inference.server import run
+    with quick_imports():
+        from pipelinerl.inference.server import run
 
     run(argv)
 

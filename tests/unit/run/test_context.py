@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import gc
 from collections.abc import Callable
 from pathlib import Path
 
@@ -10,7 +12,7 @@ import pytest
 from pipelinerl.config import RunConfig
 from pipelinerl.config.load import save_config
 from pipelinerl.errors import ConfigError, DomainError
-from pipelinerl.role import RoleContext, load_context, run_role
+from pipelinerl.role import RoleContext, load_context, quick_imports, run_role
 from pipelinerl.rundir.heartbeat import read_heartbeat
 from pipelinerl.rundir.layout import RunDir, RunIdentity, write_identity
 from pipelinerl.world import Job, WorldMap
@@ -65,3 +67,16 @@ def test_exit_codes(run_dir: RunDir, capsys: pytest.CaptureFixture[str]) -> None
 
     assert role(run_dir, fail) == 1
     assert "Traceback" in (err := capsys.readouterr().err) and "ValueError: bad row 7" in err
+
+
+def test_what_imports_leave_is_never_searched_for_garbage():
+    was_enabled, before = gc.isenabled(), gc.get_freeze_count()
+    try:
+        with contextlib.suppress(ImportError), quick_imports():
+            assert not gc.isenabled()
+            kept = [[] for _ in range(1000)]
+            raise ImportError("no torch")
+        assert gc.isenabled()
+        assert gc.get_freeze_count() >= before + len(kept)
+    finally:
+        gc.enable() if was_enabled else gc.disable()
