@@ -17,11 +17,11 @@ It is `fp32_precision`, which neither warns nor affects CPU products in torch 2.
 
 from __future__ import annotations
 
-import importlib
 import logging
-from collections.abc import Iterator
+import subprocess
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from functools import cache
+from functools import cache, wraps
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -226,11 +226,8 @@ def has_linear_head(language_model: PreTrainedModel) -> bool:
     if language_model.base_model is language_model:
         return False
     config = language_model.config.get_text_config()
-    special = (
-        *("final_logit_softcapping", "logit_scale", "logits_scaling", "output_multiplier_scale"),
-        "lm_head_multiplier",
-    )
-    return all(getattr(config, name, None) in (None, 1, 1.0) for name in special)
+    keys = ["final_logit_softcapping", "logit_scale", "logits_scaling", "output_multiplier_scale", "lm_head_multiplier"]
+    return all(getattr(config, key, None) in (None, 1, 1.0) for key in keys)
 
 
 def token_logprobs(
@@ -308,6 +305,31 @@ def _matmul(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
     if left.is_cuda and left.dtype in (torch.bfloat16, torch.float16) and right.dtype == left.dtype:
         return torch.mm(left, right, out_dtype=wide)
     return left.to(wide) @ right.to(wide)
+
+
+def compiled_on_gpus(function: Callable[..., Any]) -> Callable[..., Any]:
+    """`function` of a chunk of logits, compiled on GPUs: PyTorch's operations read and write the whole chunk once each,
+    which takes longer than the products around them."""
+    compiled = cache(lambda: torch.compile(function, dynamic=True, fullgraph=True))
+    is_broken = False
+
+    @wraps(function)
+    def call(logits: torch.Tensor, *rest: Any) -> Any:
+        nonlocal is_broken
+        if not logits.is_cuda or is_broken:
+            return function(logits, *rest)
+        # One graph for all numbers of rows, and one for each vocabulary, whose rows can then be read in wide loads.
+        torch._dynamo.mark_static(logits, 1)
+        try:
+            with fp32_products("ieee"):
+                return compiled()(logits, *rest)
+        # Mostly for want of a C compiler.
+        except (torch._dynamo.exc.TorchDynamoException, OSError, subprocess.SubprocessError) as error:
+            is_broken = True
+            logger.warning("the output head takes longer, because it cannot be compiled: %s", error)
+            return function(logits, *rest)
+
+    return call
 
 
 class _FusedHead(torch.autograd.Function):
@@ -388,22 +410,26 @@ def _logits(hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | Non
     return logits
 
 
+@compiled_on_gpus
 def _statistics(
     logits: torch.Tensor, targets: torch.Tensor, temperature: float, with_entropy: bool
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | float]:
-    """Log-normalizer, log-prob of the target and entropy of every row. Overwrites `logits`."""
-    if (kernels := head_kernels(logits)) is not None:
-        statistics: tuple[torch.Tensor, ...] = kernels.statistics(logits, targets, temperature, with_entropy)
-        return statistics[0], statistics[1], statistics[2]
-    z = logits.div_(temperature) if temperature != 1.0 else logits
-    log_norm = torch.logsumexp(z, dim=-1)
-    logprobs = z.gather(-1, targets[:, None]).squeeze(-1) - log_norm
-    if not with_entropy:
-        return log_norm, logprobs, 0.0
-    z.sub_(log_norm[:, None])
-    return log_norm, logprobs, -(z.exp() * z).sum(-1)
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Log-normalizer, log-prob of the target and entropy (else 0) of every row."""
+    z = logits / temperature
+    top = z.amax(-1, keepdim=True)
+    z.sub_(top)
+    target = z.gather(-1, targets[:, None]).squeeze(-1)
+    p = z.exp()
+    total = p.sum(-1)
+    log_norm = total.log()
+    entropy = torch.zeros_like(total)
+    if with_entropy:
+        # 0 * -inf would be NaN.
+        entropy = log_norm - p.mul_(z.clamp_(min=-1e30)).sum(-1) / total
+    return log_norm + top.squeeze(-1), target - log_norm, entropy
 
 
+@compiled_on_gpus
 def _slope(
     logits: torch.Tensor,
     targets: torch.Tensor,
@@ -415,43 +441,17 @@ def _slope(
     with_entropy: bool,
     dtype: torch.dtype,
 ) -> torch.Tensor:
-    """Gradient with respect to z in `dtype` (formulas in the module docstring). Overwrites `logits`."""
-    vectors = (log_norm, entropy, grad_logprobs, grad_entropy)
-    if (kernels := head_kernels(logits)) is not None:
-        slope: torch.Tensor = kernels.slope(logits, targets, temperature, *vectors, with_entropy, dtype)
-        return slope
-    z = logits.div_(temperature) if temperature != 1.0 else logits
-    log_p = z.sub_(log_norm[:, None])
-    if with_entropy:
-        p = log_p.exp()
-        slope = log_p.add_(entropy[:, None]).mul_(-grad_entropy[:, None]).sub_(grad_logprobs[:, None]).mul_(p)
-    else:
-        slope = log_p.exp_().mul_(-grad_logprobs[:, None])
-    slope.scatter_add_(-1, targets[:, None], grad_logprobs[:, None].to(slope.dtype))
-    return slope.to(dtype)
+    """Gradient with respect to z (formulas in the module docstring), rounded once, to `dtype`."""
 
+    def slope_of(logits: torch.Tensor) -> torch.Tensor:
+        log_p = (logits / temperature).sub_(log_norm[:, None])
+        steep = -grad_logprobs[:, None]
+        if with_entropy:
+            steep = log_p.add(entropy[:, None]).mul_(-grad_entropy[:, None]).add_(steep)
+        return log_p.exp_().mul_(steep)
 
-def head_kernels(logits: torch.Tensor) -> Any:
-    """The module `head_kernels` if it can compute with `logits`, else None."""
-    return _tried_kernels(logits.device) if logits.is_cuda and logits.dtype == torch.float32 else None
-
-
-@cache
-def _tried_kernels(device: torch.device) -> Any:
-    try:
-        # CPU builds of PyTorch come without Triton.
-        kernels = importlib.import_module("pipelinerl.finetune.head_kernels")
-    except ImportError as error:
-        return _without_kernels(error)
-    try:
-        kernels.try_out(device)
-    except kernels.FAILURES as error:
-        return _without_kernels(error)
-    return kernels
-
-
-def _without_kernels(error: Exception) -> None:
-    logger.warning("the output head takes longer, because Triton's kernels do not run here: %s", error)
+    of_targets = slope_of(logits.gather(-1, targets[:, None])) + grad_logprobs[:, None]
+    return slope_of(logits).to(dtype).scatter_(-1, targets[:, None], of_targets.to(dtype))
 
 
 def _add_product(total: torch.Tensor, slope: torch.Tensor, hidden: torch.Tensor) -> None:

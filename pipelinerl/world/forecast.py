@@ -333,7 +333,7 @@ def _head_bytes(setup: TrainerSetup) -> float:
     chunk = min(setup.chunk_tokens, setup.pack_tokens) * shape.vocabulary
     is_16_bit = setup.products == "bf16"
     weight = 2 * shape.embedding if is_16_bit and not setup.is_pure and (shape.tied or not setup.lora_rank) else 0
-    # Logits of a chunk, and their gradient in 16 bits; without our kernels as much again for their exponentials.
+    # Logits of a chunk, and their gradient in 16 bits; uncompiled (on a CPU) as much again.
     logits = (4 + (2 if is_16_bit else 0) + (4 if setup.on_cpu else 0)) * chunk
     if setup.lora_rank:
         return weight + logits

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from pipelinerl.finetune.policy import logprobs_from_logits, token_logprobs
+from pipelinerl.finetune.policy import compiled_on_gpus, logprobs_from_logits, token_logprobs
 
 
 def plain_token_logprobs(hidden, weight, targets, temperature=1.0, with_entropy=False, bias=None, fp32_head=True):
@@ -85,6 +85,50 @@ def test_numbers_by_hand():
     assert entropy.item() == pytest.approx(-0.25 * math.log(0.25) - 0.75 * math.log(0.75))
     warm, _ = token_logprobs(hidden, weight, torch.tensor([0]), temperature=2.0)
     assert warm.item() == pytest.approx(math.log(1 / (1 + math.sqrt(3))))
+
+
+def test_certain_impossible_and_undefined_tokens():
+    def found(logits, target):
+        head = torch.zeros(3, 1), torch.tensor([target])
+        values = token_logprobs(torch.ones(1, 1), *head, with_entropy=True, head_bias=torch.tensor(logits))
+        return [value.item() for value in values]
+
+    assert found([500.0, 0.0, -math.inf], 0) == pytest.approx([0, 0])
+    assert found([-math.inf, 1.0, 1.0], 1) == pytest.approx([-math.log(2), math.log(2)])
+    assert all(math.isnan(value) for value in found([math.nan, 0.0, 0.0], 1))
+
+
+class OnGPU(torch.Tensor):
+    """A tensor that says it is on a GPU."""
+
+    is_cuda = True
+
+
+def test_what_cannot_be_compiled_is_computed_without(monkeypatch, caplog):
+    attempts = []
+
+    def broken(function, **_):
+        def call(*_):
+            attempts.append(function)
+            raise torch._dynamo.exc.InternalTorchDynamoError("no C compiler")
+
+        return call
+
+    monkeypatch.setattr(torch, "compile", broken)
+    double = compiled_on_gpus(lambda logits, factor: logits * factor)
+    for _ in range(2):
+        assert double(torch.ones(1, 2).as_subclass(OnGPU), 2).tolist() == [[2, 2]]
+    assert len(attempts) == 1
+    assert [record.levelname for record in caplog.records] == ["WARNING"]
+
+
+def test_other_errors_of_compiled_functions_are_raised(monkeypatch):
+    def exhausted(*_):
+        raise torch.OutOfMemoryError
+
+    monkeypatch.setattr(torch, "compile", lambda function, **_: exhausted)
+    with pytest.raises(torch.OutOfMemoryError):
+        compiled_on_gpus(lambda logits: logits)(torch.ones(1, 2).as_subclass(OnGPU))
 
 
 def test_rows_without_target_stay_connected_and_give_zero():
