@@ -174,4 +174,5 @@ def _place_of(loc: tuple[int | str, ...], data: Any) -> _Place:
 def _expected(fault: Any) -> str:
     if str(fault["type"]).startswith(("model", "dict")):
         return "a mapping of keys to values"
-    return str(fault["msg"]).removeprefix("Input should be ").removeprefix("Value error, ")
+    expected = str(fault["msg"]).removeprefix("Input should be ").removeprefix("Value error, ")
+    return expected.partition(", unable to ")[0]
