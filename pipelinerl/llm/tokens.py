@@ -14,6 +14,7 @@ from tokenizers import Encoding, Tokenizer
 
 from pipelinerl.errors import RolloutError
 from pipelinerl.records import VersionSpan
+from pipelinerl.weights.manifest import local_folder
 
 THINK, THOUGHT = "<think>", "</think>"  # around what a model thinks
 # Tokenizer classes that their files describe completely. For other names `AutoTokenizer` goes by model type: a Qwen2
@@ -45,11 +46,14 @@ def load_tokenizer(model_path: str, *, trust_remote_code: bool = False, local_fi
     Raises:
         OSError: not found.
     """
+    folder = local_folder(model_path)
+    if folder is None and local_files_only:
+        raise OSError(f"{model_path}: it is neither a folder nor in the cache of the hub")
     import transformers
 
     # `AutoTokenizer` loads torch: 3 s of CPU and 340 MiB that rollouts and checks of a task can do without.
-    if name := _class_without_torch(Path(model_path)):
-        return getattr(transformers, name).from_pretrained(model_path)
+    if folder is not None and (name := _class_without_torch(folder)):
+        return getattr(transformers, name).from_pretrained(model_path, local_files_only=local_files_only)
     return transformers.AutoTokenizer.from_pretrained(
         model_path, trust_remote_code=trust_remote_code, local_files_only=local_files_only
     )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 import threading
@@ -192,12 +193,25 @@ def test_the_tokenizer_is_the_one_that_transformers_chooses(tmp_path: Path, mode
 
 @pytest.mark.parametrize("name", ["Qwen2Tokenizer", "PreTrainedTokenizerFast"])
 def test_known_tokenizers_load_without_torch(tmp_path: Path, tokenizer: PreTrainedTokenizerFast, name: str) -> None:
-    tokenizer.save_pretrained(tmp_path)
-    settings = json.loads((tmp_path / "tokenizer_config.json").read_text())
-    (tmp_path / "tokenizer_config.json").write_text(json.dumps(settings | {"tokenizer_class": name}))
-    (tmp_path / "config.json").write_text('{"model_type": "qwen2"}')
-    code = f"import sys; from pipelinerl.llm.tokens import load_tokenizer; load_tokenizer({str(tmp_path)!r}); "
-    done = subprocess.run(
-        [sys.executable, "-c", code + "print('torch' in sys.modules)"], capture_output=True, text=True
-    )
-    assert done.stdout.split() == ["False"], done.stderr
+    cached = tmp_path / "hub" / "models--some--model"
+    folder = cached / "snapshots" / "0123"
+    tokenizer.save_pretrained(folder)
+    settings = json.loads((folder / "tokenizer_config.json").read_text())
+    (folder / "tokenizer_config.json").write_text(json.dumps(settings | {"tokenizer_class": name}))
+    (folder / "config.json").write_text('{"model_type": "qwen2"}')
+    (cached / "refs").mkdir()
+    (cached / "refs" / "main").write_text("0123")
+    code = f"""
+import sys
+from pipelinerl.llm.tokens import load_tokenizer
+ours = [load_tokenizer(model) for model in ({str(folder)!r}, "some/model")]
+print([type(each).__name__ for each in ours], len(ours[0]) == len(ours[1]))
+try:
+    load_tokenizer("some/other", local_files_only=True)
+except OSError:
+    print("torch" in sys.modules)
+"""
+    environment = {**os.environ, "HF_HOME": str(tmp_path), "HF_HUB_CACHE": str(tmp_path / "hub"), "HF_HUB_OFFLINE": "1"}
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environment)
+    kinds = [name.replace("PreTrainedTokenizerFast", "TokenizersBackend")] * 2
+    assert done.stdout.splitlines() == [f"{kinds} True", "False"], done.stderr
