@@ -10,19 +10,18 @@ With z = logits / temperature, p = softmax(z), L = logsumexp(z) and H = L - sum(
     entropy:              H              d/dz = -p * (z - L + H)
 
 fp32 products on a GPU are exact or use inputs rounded to TF32 (10 bits of mantissa): the body may use TF32, an fp32
-head is exact. The setting is global to the process, because autograd threads must see it, and has no effect on a CPU.
-It is `fp32_precision`, which neither warns nor affects CPU products in torch 2.11 and 2.13. While it is TF32,
-`torch.get_float32_matmul_precision` raises, so nothing may be compiled inside.
+head is exact. The setting, `fp32_precision`, is global to the process, because autograd threads must see it, and has no
+effect on a CPU. While it is TF32, `torch.get_float32_matmul_precision` raises, so nothing may be compiled inside.
 """
 
 from __future__ import annotations
 
 import logging
-import subprocess
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager
 from functools import cache, wraps
-from typing import Any, Literal, NamedTuple
+from subprocess import SubprocessError
+from typing import Any, NamedTuple, ParamSpec, TypeVar
 
 import torch
 from transformers import PreTrainedModel
@@ -45,7 +44,8 @@ logger = logging.getLogger(__name__)
 LANGUAGE_MODEL = "language_model"
 VALUE_HEAD = "value_head"
 
-FP32Products = Literal["ieee", "tf32"]
+P = ParamSpec("P")
+T = TypeVar("T")
 
 
 class PolicyOutputs(NamedTuple):
@@ -127,7 +127,7 @@ class PolicyModel(torch.nn.Module):
         """Precision of the body: a context for the forward pass and around every backward pass."""
         if self.has_compiled_layers and not torch.is_grad_enabled():
             return torch.compiler.set_stance("force_eager")
-        return fp32_products("tf32") if self.tf32 else nullcontext()
+        return fp32_products("tf32" if self.tf32 else None)
 
     def layout_of(self, batch: MicroBatch, may_share: bool = True) -> Layout | None:
         """Index tensors for our own attentions (others: None), with prefixes shared only if `may_share`. Call it before
@@ -172,7 +172,7 @@ class PolicyModel(torch.nn.Module):
         head = self.language_model.get_output_embeddings()
         bias = getattr(head, "bias", None)
         # A head that is not exact must be equally inexact in forward and backward, which recomputes its logits.
-        with self.products():
+        with fp32_products("tf32" if self.tf32 else None):
             logprobs, entropy = token_logprobs(
                 hidden.to(self.compute_dtype),
                 head.weight.to(self.compute_dtype),
@@ -221,8 +221,7 @@ def decoder_layers(policy: PolicyModel) -> list[torch.nn.Module]:
 
 def has_linear_head(language_model: PreTrainedModel) -> bool:
     """Whether, by the configuration, logits are exactly `hidden @ weight.T + bias`, without scaling or soft-capping,
-    and a decoder returns `hidden`. `find_fault` verifies it.
-    """
+    and a decoder returns `hidden`. `find_fault` verifies it."""
     if language_model.base_model is language_model:
         return False
     config = language_model.config.get_text_config()
@@ -285,11 +284,6 @@ def logprobs_from_logits(
     return logprobs, torch.where(trained, -(log_p.exp() * log_p).sum(-1), 0.0)
 
 
-def _products(fp32_head: bool) -> AbstractContextManager[None]:
-    """An fp32 head is exact; another one is as exact as the rest of the model."""
-    return fp32_products("ieee") if fp32_head else nullcontext()
-
-
 def _wide(dtype: torch.dtype) -> torch.dtype:
     return torch.float64 if dtype == torch.float64 else torch.float32
 
@@ -307,27 +301,30 @@ def _matmul(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
     return left.to(wide) @ right.to(wide)
 
 
-def compiled_on_gpus(function: Callable[..., Any]) -> Callable[..., Any]:
-    """`function` of a chunk of logits, compiled on GPUs: PyTorch's operations read and write the whole chunk once each,
-    which takes longer than the products around them."""
+def compiled_on_gpus(function: Callable[P, T]) -> Callable[P, T]:
+    """`function` of a chunk of logits, compiled on GPUs: run eagerly, each of its operations reads and writes the whole
+    chunk, and together they take longer than the matrix products around them."""
     compiled = cache(lambda: torch.compile(function, dynamic=True, fullgraph=True))
     is_broken = False
 
     @wraps(function)
-    def call(logits: torch.Tensor, *rest: Any) -> Any:
+    def call(*args: P.args, **kwargs: P.kwargs) -> T:
         nonlocal is_broken
-        if not logits.is_cuda or is_broken:
-            return function(logits, *rest)
-        # One graph for all numbers of rows, and one for each vocabulary, whose rows can then be read in wide loads.
-        torch._dynamo.mark_static(logits, 1)
-        try:
-            with fp32_products("ieee"):
-                return compiled()(logits, *rest)
-        # Mostly for want of a C compiler.
-        except (torch._dynamo.exc.TorchDynamoException, OSError, subprocess.SubprocessError) as error:
-            is_broken = True
-            logger.warning("the output head takes longer, because it cannot be compiled: %s", error)
-            return function(logits, *rest)
+        logits: Any = args[0]
+        if logits.is_cuda and not is_broken:
+            # Rows are dynamic: one graph serves all chunks. The vocabulary is static: loads are vectorized.
+            torch._dynamo.mark_static(logits, 1)
+            try:
+                with fp32_products("ieee"):
+                    return compiled()(*args, **kwargs)
+            except torch.OutOfMemoryError:
+                raise
+            # Mostly for want of a C compiler. The last: after eight graphs.
+            except (RuntimeError, OSError, SubprocessError, torch._dynamo.exc.FailOnRecompileLimitHit) as error:
+                is_broken = True
+                first_line = str(error).strip().partition("\n")[0]
+                logger.warning("the output head is slower, because it cannot be compiled: %s", first_line)
+        return function(*args, **kwargs)
 
     return call
 
@@ -352,7 +349,7 @@ class _FusedHead(torch.autograd.Function):
         log_norm, entropy = torch.zeros_like(logprobs), torch.zeros_like(logprobs)
         for start in range(0, count, chunk_tokens):
             part = slice(start, start + chunk_tokens)
-            with _products(fp32_head):
+            with fp32_products("ieee" if fp32_head else None):
                 log_norm[part], logprobs[part], entropy[part] = _statistics(
                     _logits(hidden[part], weight, bias, fp32_head), targets[part], temperature, with_entropy
                 )
@@ -373,7 +370,7 @@ class _FusedHead(torch.autograd.Function):
         grad_bias = torch.zeros(weight.shape[0], dtype=wide, device=weight.device) if need_bias else None
         for start in range(0, hidden.shape[0], chunk_tokens):
             part = slice(start, start + chunk_tokens)
-            with _products(fp32_head):
+            with fp32_products("ieee" if fp32_head else None):
                 slope = _slope(
                     _logits(hidden[part], weight, bias, fp32_head),
                     targets[part],
@@ -410,12 +407,19 @@ def _logits(hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | Non
     return logits
 
 
+def _scaled(logits: torch.Tensor, temperature: float) -> torch.Tensor:
+    """z, in place where nothing is compiled: compiled functions would only write once more to do so."""
+    if torch.compiler.is_compiling():
+        return logits / temperature
+    return logits.div_(temperature) if temperature != 1.0 else logits
+
+
 @compiled_on_gpus
 def _statistics(
     logits: torch.Tensor, targets: torch.Tensor, temperature: float, with_entropy: bool
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Log-normalizer, log-prob of the target and entropy (else 0) of every row."""
-    z = logits / temperature
+    """Log-normalizer, log-prob of the target and entropy (else 0) of every row. May overwrite `logits`."""
+    z = _scaled(logits, temperature)
     top = z.amax(-1, keepdim=True)
     z.sub_(top)
     target = z.gather(-1, targets[:, None]).squeeze(-1)
@@ -441,13 +445,13 @@ def _slope(
     with_entropy: bool,
     dtype: torch.dtype,
 ) -> torch.Tensor:
-    """Gradient with respect to z (formulas in the module docstring), rounded once, to `dtype`."""
+    """Gradient with respect to z (see the module docstring), rounded once, to `dtype`. May overwrite `logits`."""
 
     def slope_of(logits: torch.Tensor) -> torch.Tensor:
-        log_p = (logits / temperature).sub_(log_norm[:, None])
+        log_p = _scaled(logits, temperature).sub_(log_norm[:, None])
         steep = -grad_logprobs[:, None]
         if with_entropy:
-            steep = log_p.add(entropy[:, None]).mul_(-grad_entropy[:, None]).add_(steep)
+            steep = log_p.clamp_(min=-1e30).add(entropy[:, None]).mul_(-grad_entropy[:, None]).add_(steep)
         return log_p.exp_().mul_(steep)
 
     of_targets = slope_of(logits.gather(-1, targets[:, None])) + grad_logprobs[:, None]
@@ -463,14 +467,14 @@ def _add_product(total: torch.Tensor, slope: torch.Tensor, hidden: torch.Tensor)
 
 
 @contextmanager
-def fp32_products(kind: FP32Products) -> Iterator[None]:
-    """Within it, fp32 products on GPUs are exact (`ieee`) or in TF32."""
+def fp32_products(kind: str | None) -> Iterator[None]:
+    """Within it, fp32 products on GPUs are exact (`ieee`), in TF32 (`tf32`), or as before (None)."""
     before = allowed_products()
-    _allow(kind)
+    torch.backends.cuda.matmul.fp32_precision = kind or before
     try:
         yield
     finally:
-        _allow(before)
+        torch.backends.cuda.matmul.fp32_precision = before
 
 
 def keep_exact(module: torch.nn.Module) -> None:
@@ -482,10 +486,10 @@ def keep_exact(module: torch.nn.Module) -> None:
 
     def enter(*_: object) -> None:
         before.append(allowed_products())
-        _allow("ieee")
+        torch.backends.cuda.matmul.fp32_precision = "ieee"
 
     def leave(*_: object) -> None:
-        _allow(before.pop())
+        torch.backends.cuda.matmul.fp32_precision = before.pop()
 
     module.register_forward_pre_hook(enter)
     module.register_forward_hook(leave, always_call=True)
@@ -494,7 +498,3 @@ def keep_exact(module: torch.nn.Module) -> None:
 def allowed_products() -> str:
     """How fp32 products on GPUs are computed now: `tf32`, or `ieee` or `none`, which are both exact."""
     return str(torch.backends.cuda.matmul.fp32_precision)
-
-
-def _allow(kind: str) -> None:
-    torch.backends.cuda.matmul.fp32_precision = kind

@@ -333,8 +333,8 @@ def _head_bytes(setup: TrainerSetup) -> float:
     chunk = min(setup.chunk_tokens, setup.pack_tokens) * shape.vocabulary
     is_16_bit = setup.products == "bf16"
     weight = 2 * shape.embedding if is_16_bit and not setup.is_pure and (shape.tied or not setup.lora_rank) else 0
-    # Logits of a chunk, and their gradient in 16 bits; uncompiled (on a CPU) as much again.
-    logits = (4 + (2 if is_16_bit else 0) + (4 if setup.on_cpu else 0)) * chunk
+    # Logits of a chunk, and their gradient, which on a CPU is in fp32 first.
+    logits = (4 + (2 if is_16_bit and not setup.on_cpu else 4)) * chunk
     if setup.lora_rank:
         return weight + logits
     product = (4 * shape.embedding + 2 * chunk) if is_16_bit else 4 * chunk

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 import torch
@@ -44,3 +45,21 @@ class HeadCase:
         steep = torch.linspace(-2, 2, self.rows, dtype=logprobs.dtype, device=self.device)
         (logprobs * steep + 0.3 * entropy * steep.square()).sum().backward()
         return [tensor.detach().double().cpu() for tensor in (logprobs, entropy, *(leaf.grad for leaf in leaves))]
+
+
+#: Logits, target, and by hand: its log-prob, the entropy, and the gradient of 2 log-prob + 3 entropy.
+EXTREME = [
+    ([500.0, 0.0, -math.inf], 0, 0.0, 0.0, [0.0, 0.0, 0.0]),
+    ([-math.inf, 1.0, 1.0], 1, -math.log(2), math.log(2), [0.0, 1.0, -1.0]),
+]
+
+
+def extreme(logits: list[float], target: int, device: str = "cpu") -> tuple[float, float, list[float]]:
+    """Log-prob, entropy, and that gradient, of a head that consists of its bias."""
+    bias = torch.tensor(logits, device=device, requires_grad=True)
+    zeros, targets = torch.zeros(len(logits), 1, device=device), torch.tensor([target], device=device)
+    logprobs, entropy = token_logprobs(zeros[:1], zeros, targets, with_entropy=True, head_bias=bias)
+    assert entropy is not None
+    (2 * logprobs + 3 * entropy).sum().backward()
+    assert bias.grad is not None
+    return logprobs.item(), entropy.item(), bias.grad.tolist()

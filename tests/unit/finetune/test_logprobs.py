@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import math
+from functools import partial
 
 import pytest
 import torch
+from fakes.head_case import EXTREME, extreme
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -87,15 +89,14 @@ def test_numbers_by_hand():
     assert warm.item() == pytest.approx(math.log(1 / (1 + math.sqrt(3))))
 
 
-def test_certain_impossible_and_undefined_tokens():
-    def found(logits, target):
-        head = torch.zeros(3, 1), torch.tensor([target])
-        values = token_logprobs(torch.ones(1, 1), *head, with_entropy=True, head_bias=torch.tensor(logits))
-        return [value.item() for value in values]
+@pytest.mark.parametrize(("logits", "target", "logprob", "entropy", "slope"), EXTREME)
+def test_certain_and_impossible_tokens(logits, target, logprob, entropy, slope):
+    found = extreme(logits, target)
+    assert [*found] == [pytest.approx(logprob), pytest.approx(entropy), pytest.approx(slope)]
 
-    assert found([500.0, 0.0, -math.inf], 0) == pytest.approx([0, 0])
-    assert found([-math.inf, 1.0, 1.0], 1) == pytest.approx([-math.log(2), math.log(2)])
-    assert all(math.isnan(value) for value in found([math.nan, 0.0, 0.0], 1))
+
+def test_tokens_that_are_not_numbers():
+    assert all(math.isnan(value) for value in extreme([math.nan, 0.0, 0.0], 1)[:2])
 
 
 class OnGPU(torch.Tensor):
@@ -120,6 +121,15 @@ def test_what_cannot_be_compiled_is_computed_without(monkeypatch, caplog):
         assert double(torch.ones(1, 2).as_subclass(OnGPU), 2).tolist() == [[2, 2]]
     assert len(attempts) == 1
     assert [record.levelname for record in caplog.records] == ["WARNING"]
+
+
+def test_more_graphs_than_torch_allows_are_done_without(monkeypatch, caplog):
+    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="eager"))
+    monkeypatch.setattr(OnGPU, "__torch_function__", torch._C._disabled_torch_function_impl)
+    add = compiled_on_gpus(lambda logits, word: logits + len(word))
+    for length in range(2 * torch._dynamo.config.recompile_limit):
+        assert add(torch.zeros(1, 2).as_subclass(OnGPU), "a" * length).tolist() == [[length, length]]
+    assert [record.levelname for record in caplog.records if record.name == compiled_on_gpus.__module__] == ["WARNING"]
 
 
 def test_other_errors_of_compiled_functions_are_raised(monkeypatch):
