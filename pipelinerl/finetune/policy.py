@@ -408,7 +408,7 @@ def _logits(hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | Non
 
 
 def _scaled(logits: torch.Tensor, temperature: float) -> torch.Tensor:
-    """z, in place where nothing is compiled: compiled functions would only write once more to do so."""
+    """z, in place unless this is compiled: compiled code would write a new tensor, and then copy it back."""
     if torch.compiler.is_compiling():
         return logits / temperature
     return logits.div_(temperature) if temperature != 1.0 else logits
