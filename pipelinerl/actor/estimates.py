@@ -17,7 +17,7 @@ from collections.abc import Iterable, Sequence
 from msgspec.structs import replace
 
 from pipelinerl.actor.worker_messages import Answer, RolloutEnded
-from pipelinerl.domains.problem_sets import Problem
+from pipelinerl.domains.user_task import Problem
 from pipelinerl.records import Estimate, EvaluationResult
 
 ALL_DATASETS = "all"

@@ -17,6 +17,7 @@ from time import monotonic
 from msgspec.structs import replace
 
 from pipelinerl.actor.estimates import ALL_DATASETS, summarize
+from pipelinerl.actor.problem_order import sample_seeds
 from pipelinerl.actor.progress import TrainingProgress
 from pipelinerl.actor.scheduler import Scheduler
 from pipelinerl.actor.worker_messages import (
@@ -26,7 +27,7 @@ from pipelinerl.actor.worker_messages import (
     StartRollout,
 )
 from pipelinerl.config.schedule import EvaluationSchedule
-from pipelinerl.domains.problem_sets import Problem, sample_seeds
+from pipelinerl.domains.user_task import Problem
 from pipelinerl.errors import StreamError
 from pipelinerl.records import EvaluationResult, EvaluationRollout, record_time
 from pipelinerl.rundir.heartbeat import Heartbeat

@@ -23,6 +23,7 @@ from dataclasses import dataclass, field
 
 from msgspec.structs import replace
 
+from pipelinerl.actor.problem_order import EpochCounter, ProblemOrder, rollout_seed
 from pipelinerl.actor.progress import TrainingProgress
 from pipelinerl.actor.scheduler import Scheduler
 from pipelinerl.actor.stats import FailureLimit, RolloutAverages, Throughput
@@ -32,7 +33,7 @@ from pipelinerl.actor.worker_messages import (
     RolloutFailed,
     StartRollout,
 )
-from pipelinerl.domains.problem_sets import EpochCounter, Problem, ProblemOrder, rollout_seed
+from pipelinerl.domains.user_task import Problem
 from pipelinerl.errors import NoRoom
 from pipelinerl.records import BatchHead, Fate, FateRecord, Group, GroupHead, MetricRecord, Sample, record_time
 from pipelinerl.rundir.heartbeat import Heartbeat

@@ -53,18 +53,13 @@ from pipelinerl.actor.groups import (
     find_unsettled_groups,
 )
 from pipelinerl.actor.membership import Membership
+from pipelinerl.actor.problem_order import EpochCounter, ProblemOrder, evaluation_problems
 from pipelinerl.actor.progress import Changes, ProgressWithoutTrainer, TrainingProgress
 from pipelinerl.actor.scheduler import Scheduler, WorkerPool, worker_command
 from pipelinerl.actor.stats import FailureLimit, RolloutAverages, Throughput
 from pipelinerl.actor.worker_messages import rest_collector
 from pipelinerl.config.schedule import EvaluationSchedule, pauses_rollouts
-from pipelinerl.domains.problem_sets import (
-    EpochCounter,
-    ProblemOrder,
-    ProblemSets,
-    evaluation_problems,
-    load_problem_sets,
-)
+from pipelinerl.domains.user_task import ProblemSets, load_problem_sets
 from pipelinerl.errors import UserError, WeightSyncError, WorkerError
 from pipelinerl.records import (
     EvaluationResult,

@@ -43,7 +43,7 @@ from pipelinerl.actor.worker_messages import (
 )
 from pipelinerl.config import RunConfig
 from pipelinerl.config.load import load_config, to_dictconfig
-from pipelinerl.domains.registry import RolloutFunction, describe_error, load_rollout_function, place_of, where_is
+from pipelinerl.domains.user_task import RolloutFunction, describe_error, load_rollout_function, place_of, where_is
 from pipelinerl.errors import (
     EXIT_USER_ERROR,
     DomainError,

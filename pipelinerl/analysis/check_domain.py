@@ -32,14 +32,17 @@ from pipelinerl.config import RunConfig
 from pipelinerl.config.compose import compose
 from pipelinerl.config.load import load_config, to_dictconfig
 from pipelinerl.config.validate import missing_task
-from pipelinerl.domains.problem_sets import Problem, ProblemSets, load_problem_sets, shared_problems
-from pipelinerl.domains.registry import (
+from pipelinerl.domains.user_task import (
+    Problem,
+    ProblemSets,
     describe_error,
     gold_score,
     is_await_missing,
     load_dataset_loader,
+    load_problem_sets,
     load_rollout_function,
     place_of,
+    shared_problems,
 )
 from pipelinerl.errors import EXIT_USER_ERROR, ConfigError, DomainError, RolloutError, UserError
 from pipelinerl.grading import open_verifier

@@ -12,7 +12,7 @@ import msgspec
 from omegaconf import DictConfig
 
 from pipelinerl.domains.data import check_names
-from pipelinerl.domains.registry import gold_score
+from pipelinerl.domains.user_task import gold_score
 from pipelinerl.errors import DomainError
 from pipelinerl.llm import TrainableLLM
 from pipelinerl.rollouts import RolloutResult

@@ -10,8 +10,8 @@ import aiohttp
 from omegaconf import DictConfig, OmegaConf
 
 from pipelinerl.config.task import RewardsConfig
-from pipelinerl.domains.registry import RolloutFunction
 from pipelinerl.domains.rewards import JudgedAnswer, compute_reward
+from pipelinerl.domains.user_task import RolloutFunction
 from pipelinerl.grading import verify
 from pipelinerl.llm import LLMCall, Prompt, TrainableLLM
 from pipelinerl.llm.client import llm_async_generate, make_training_text

@@ -12,7 +12,7 @@ from typing import Any
 import aiohttp
 from omegaconf import DictConfig
 
-from pipelinerl.domains.registry import RolloutFunction
+from pipelinerl.domains.user_task import RolloutFunction
 from pipelinerl.errors import RolloutError
 from pipelinerl.llm import TrainableLLM
 from pipelinerl.rollouts import BaseMetrics, RolloutResult

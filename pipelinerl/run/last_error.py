@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
 
-from pipelinerl.domains.registry import FOREIGN
+from pipelinerl.domains.user_task import FOREIGN
 
 _TAIL_BYTES = 2 * 2**20
 _TRACEBACK = "Traceback (most recent call last):"

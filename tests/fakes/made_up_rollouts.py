@@ -17,7 +17,7 @@ from pipelinerl.actor.worker_messages import (
     Servers,
     StartRollout,
 )
-from pipelinerl.domains.problem_sets import Problem
+from pipelinerl.domains.user_task import Problem
 from pipelinerl.records import RolloutSummary
 
 PROBLEM = Problem(id="p", dataset_name="train", data={"question": 1})

@@ -25,7 +25,7 @@ from pipelinerl.actor.worker_messages import RolloutEnded, StartRollout
 from pipelinerl.analysis.ledger import build_ledger, read_records
 from pipelinerl.config import RunConfig
 from pipelinerl.config.resources import RedisStreams
-from pipelinerl.domains.problem_sets import Problem, ProblemSets
+from pipelinerl.domains.user_task import Problem, ProblemSets
 from pipelinerl.errors import NoRoom
 from pipelinerl.finetune.checkpoint import TrainerState
 from pipelinerl.finetune.pauses import RolloutPause

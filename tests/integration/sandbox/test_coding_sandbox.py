@@ -16,7 +16,7 @@ from fakes.ports import refused_port
 from pipelinerl.domains import coding, multi
 from pipelinerl.domains import coding as verify_module
 from pipelinerl.domains.coding import find_program, sandbox_endpoint
-from pipelinerl.domains.registry import gold_score
+from pipelinerl.domains.user_task import gold_score
 from pipelinerl.errors import ConfigError, RetryableRolloutError
 from pipelinerl.sandbox import fusion as fusion_module
 from pipelinerl.sandbox import programs as sandbox

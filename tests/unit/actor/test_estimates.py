@@ -12,7 +12,7 @@ from msgspec.structs import replace
 
 from pipelinerl.actor.estimates import estimates, interval, pass_at, summarize
 from pipelinerl.actor.worker_messages import RolloutFailed
-from pipelinerl.domains.problem_sets import Problem
+from pipelinerl.domains.user_task import Problem
 
 
 @pytest.mark.parametrize(

@@ -30,7 +30,7 @@ from pipelinerl.actor.worker_messages import (
 )
 from pipelinerl.config.resources import FileStreams
 from pipelinerl.config.schedule import EvaluationSchedule
-from pipelinerl.domains.problem_sets import Problem
+from pipelinerl.domains.user_task import Problem
 from pipelinerl.errors import RolloutError, StreamError
 from pipelinerl.llm.sample_builder import recorded_samples
 from pipelinerl.records import EvaluationResult, EvaluationRollout, RolloutSummary, VersionSpan

@@ -14,12 +14,13 @@ from fakes.made_up_rollouts import InstantRollouts, ended, settle
 
 from pipelinerl.actor.budget import LagPolicy, MaxLag, SampleBudget
 from pipelinerl.actor.groups import GroupRunner, Publisher, number_of
+from pipelinerl.actor.problem_order import EpochCounter, ProblemOrder, rollout_seed
 from pipelinerl.actor.progress import Changes, ProgressWithoutTrainer, TrainingProgress
 from pipelinerl.actor.scheduler import Scheduler
 from pipelinerl.actor.stats import FailureLimit, RolloutAverages, Throughput
 from pipelinerl.actor.worker_messages import Answer, RolloutFailed, StartRollout
 from pipelinerl.config import RunConfig
-from pipelinerl.domains.problem_sets import EpochCounter, Problem, ProblemOrder, rollout_seed
+from pipelinerl.domains.user_task import Problem
 from pipelinerl.errors import WorkerError
 from pipelinerl.records import Group
 

@@ -9,8 +9,7 @@ import pytest
 
 from pipelinerl.analysis.check_domain import checked_problems
 from pipelinerl.config.run import RunConfig
-from pipelinerl.domains.problem_sets import load_problem_sets
-from pipelinerl.domains.registry import load_dataset_loader, load_rollout_function
+from pipelinerl.domains.user_task import load_dataset_loader, load_problem_sets, load_rollout_function
 from pipelinerl.errors import DomainError
 
 GOOD = """

@@ -8,18 +8,16 @@ from typing import Any
 import pytest
 from msgspec.structs import replace
 
-from pipelinerl.config.task import EvaluationSet
-from pipelinerl.domains.problem_sets import (
+from pipelinerl.actor.problem_order import (
     DomainMix,
     EpochCounter,
-    Problem,
     ProblemOrder,
-    ProblemSets,
     evaluation_problems,
     rollout_seed,
     sample_seeds,
-    shared_problems,
 )
+from pipelinerl.config.task import EvaluationSet
+from pipelinerl.domains.user_task import Problem, ProblemSets, shared_problems
 
 PROBLEMS = [Problem(id=str(index), dataset_name="train", data={}) for index in range(5)]
 

@@ -9,9 +9,10 @@ from typing import Any
 import pytest
 from fakes.scripted_texts import chat_tokenizer
 
+from pipelinerl.actor.problem_order import ProblemOrder
 from pipelinerl.config.compose import compose
-from pipelinerl.domains.problem_sets import ProblemOrder, load_problem_sets
 from pipelinerl.domains.prompt_data import load_prompts
+from pipelinerl.domains.user_task import load_problem_sets
 from pipelinerl.errors import DomainError
 
 

@@ -1,21 +1,28 @@
-"""Finds the user's functions by the dotted paths in the configuration, and checks their shape before they are used."""
+"""A user's task: its functions, found by the dotted paths in the configuration, and its problems, loaded by them.
+
+Functions are checked before they are called, and so is what the loader returns.
+"""
 
 from __future__ import annotations
 
 import difflib
+import hashlib
 import importlib
 import importlib.util
 import inspect
 import sysconfig
 import traceback
+from collections import Counter
 from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import msgspec
 from pydantic import ValidationError
 
 from pipelinerl.config import RunConfig
-from pipelinerl.errors import DomainError
+from pipelinerl.errors import DomainError, UserError
 
 LOADER_KEY = "dataset_loader"
 ROLLOUT_KEY = "actor.rollout_policy"
@@ -199,3 +206,143 @@ def gold_score(validate: Callable[..., float | None], problem: dict[str, Any], c
     if "config" in inspect.signature(validate).parameters:
         return validate(problem, config=config)
     return validate(problem)
+
+
+class Problem(msgspec.Struct, frozen=True):
+    """One problem: the user's dict, with an id that stays the same from run to run.
+
+    `share` is how much of training the problems of its `domain` are to have; None: as much as their number.
+    `evaluation_set` says how a held-out problem is sampled (`RunConfig.evaluation_parameters`).
+    """
+
+    id: str
+    dataset_name: str
+    data: dict[str, Any]
+    domain: str = ""
+    share: float | None = None
+    evaluation_set: int = 0
+
+
+@dataclass(frozen=True)
+class ProblemSets:
+    """Training problems (at least one) and held-out problems (may be none, if no test data set is named)."""
+
+    train: list[Problem]
+    test: list[Problem]
+
+
+def load_problem_sets(config: RunConfig) -> ProblemSets:
+    """Load `train_dataset_names`, `test_dataset_names` and the sets of `eval`; without a trainer only the latter two.
+
+    Held-out problems of one data set with the same id get ids of their own: they are not samples of one problem.
+
+    Raises:
+        DomainError: the loader fails, returns something else than a list of dicts of plain data, or returns no problem;
+            or two sets of `eval` have problems of one data set, whose results would be mixed.
+    """
+    loader = load_dataset_loader(config)
+    train = [] if config.debug.mode == "evaluation" else _load_training(loader, config)
+    test = _load_held_out(loader, config, "test_dataset_names", config.plain_test_names)
+    for index, own in enumerate(config.eval):
+        loaded = _load_held_out(loader, config, f"eval.{index}.name", [own.name])
+        both = {problem.dataset_name for problem in loaded} & {problem.dataset_name for problem in test}
+        if both:
+            raise DomainError(
+                f"eval.{index}.name={own.name!r} has problems of the data set {min(both)!r}, and so has a held-out set "
+                "before it, but results are grouped by data set. Give one of them another name: in a built-in domain "
+                "{path: ..., name: ...}, else `dataset` of its problems."
+            )
+        test += [msgspec.structs.replace(problem, evaluation_set=index + 1) for problem in loaded]
+    return ProblemSets(train=train, test=_with_own_ids(test))
+
+
+def _with_own_ids(problems: list[Problem]) -> list[Problem]:
+    seen: Counter[tuple[str, str]] = Counter()
+    own: list[Problem] = []
+    for each in problems:
+        seen[each.dataset_name, each.id] += 1
+        number = seen[each.dataset_name, each.id]
+        own.append(each if number == 1 else msgspec.structs.replace(each, id=f"{each.id}.{number}"))
+    return own
+
+
+def _load_training(loader: DatasetLoader, config: RunConfig) -> list[Problem]:
+    train = _load(loader, config, "train_dataset_names", config.train_dataset_names)
+    subset = config.train_subset
+    if subset is not None:
+        train = train[subset.get("begin", 0) : subset.get("end", len(train))]
+    if not train:
+        after = f" after train_subset={subset}" if subset is not None else ""
+        raise DomainError(
+            f"{LOADER_KEY}: {config.dataset_loader!r} returned no training problem for "
+            f"train_dataset_names={config.train_dataset_names}{after}, expected at least one. Check these names."
+        )
+    return train
+
+
+def _load_held_out(loader: DatasetLoader, config: RunConfig, key: str, names: list[Any]) -> list[Problem]:
+    test = _load(loader, config, key, names) if names else []
+    if names and not test:
+        raise DomainError(
+            f"{LOADER_KEY}: {config.dataset_loader!r} returned no problem for {key}={names}, expected at least one. "
+            "Check these names, or leave them out (test_dataset_names=[]) to train without evaluation."
+        )
+    return test
+
+
+def _load(loader: DatasetLoader, config: RunConfig, key: str, names: list[Any]) -> list[Problem]:
+    where = f"{LOADER_KEY}: {config.dataset_loader!r} called with {key}={names}"
+    try:
+        rows = loader(list(names), **config.dataset_loader_params)
+    except UserError:
+        raise
+    except Exception as error:
+        raise DomainError(f"{where} raised {describe_error(error)}") from error
+    if not hasattr(rows, "__iter__") or isinstance(rows, str | bytes | dict):
+        raise DomainError(f"{where} returned a {type(rows).__name__}, expected a list of dicts.")
+    encoder = msgspec.msgpack.Encoder(order="deterministic")
+    # A set of `eval` is a data set of its own, also if its name is not a text.
+    default = key.removesuffix(".name") if key.startswith("eval.") else "default"
+    default = names[0] if len(names) == 1 and isinstance(names[0], str) else default
+    return [_problem(row, index, default, where, encoder) for index, row in enumerate(rows)]
+
+
+def _problem(row: Any, index: int, dataset: str, where: str, encoder: msgspec.msgpack.Encoder) -> Problem:
+    if not isinstance(row, dict):
+        raise DomainError(f"{where}: problem {index} is a {type(row).__name__}, expected a dict.")
+    try:
+        content = encoder.encode(row)
+    except (TypeError, ValueError, OverflowError) as error:
+        raise DomainError(
+            f"{where}: problem {index} cannot be sent to a rollout worker: {error}. Expected plain data (text, numbers "
+            "of at most 64 bits, lists, dicts); convert other values, for instance with str() or .tolist()."
+        ) from error
+    own_id = row.get("id")
+    digest = hashlib.blake2b(content, digest_size=8).hexdigest
+    share = row.get("share")
+    if share is not None and (isinstance(share, bool) or not isinstance(share, int | float) or not share > 0):
+        raise DomainError(
+            f"{where}: problem {index} has share {share!r}, expected a number above 0. Change or drop it."
+        )
+    return Problem(
+        id=str(own_id) if own_id is not None else digest(),
+        dataset_name=str(row.get("dataset", dataset)),
+        data=row,
+        domain=str(row.get("domain", "")),
+        share=share,
+    )
+
+
+_NOT_CONTENT = ("id", "dataset", "domain", "share")
+
+
+def shared_problems(problems: ProblemSets) -> int:
+    """Return how many held-out problems are training problems too, whatever else is said of them than their content."""
+
+    def contents(of: list[Problem]) -> list[bytes]:
+        own = ({key: value for key, value in each.data.items() if key not in _NOT_CONTENT} for each in of)
+        return [hashlib.blake2b(encoder.encode(data), digest_size=16).digest() for data in own]
+
+    encoder = msgspec.msgpack.Encoder(order="deterministic")
+    seen = set(contents(problems.train))
+    return sum(content in seen for content in contents(problems.test))
