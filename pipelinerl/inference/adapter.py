@@ -2,7 +2,7 @@
 
 vLLM does the work: it wraps the layers (`--enable-lora`), slices A and B for its workers, and adds their product to
 what a layer gives. But vLLM cannot load an adapter that was never in a folder. So the scheduler attaches one adapter to
-every request (`inference.request_scheduler`), and when vLLM's worker is to load it, it loads what was sent last. Before
+every request (`inference.engine`), and when vLLM's worker is to load it, it loads what was sent last. Before
 the first update it loads zeros: the server is its base model.
 """
 

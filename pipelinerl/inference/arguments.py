@@ -22,8 +22,8 @@ ENGINE_NAME = "pipelinerl"
 #: Name under which every server offers its model.
 SERVED_MODEL_NAME = "actor"
 
-SCHEDULER_PATH = "pipelinerl.inference.request_scheduler.create_scheduler"
-WORKER_EXTENSION_PATH = "pipelinerl.inference.engine_update.WeightUpdateExtension"
+SCHEDULER_PATH = "pipelinerl.inference.engine.create_scheduler"
+WORKER_EXTENSION_PATH = "pipelinerl.inference.engine.WeightUpdateExtension"
 MIDDLEWARE_PATH = "pipelinerl.inference.server.ServerMiddleware"
 
 _OVERRIDES = "hf-overrides"

@@ -21,7 +21,7 @@ from vllm.utils.system_utils import decorate_logs
 
 from pipelinerl.inference.arguments import START_METHOD_KEY, start_method
 from pipelinerl.inference.auth import App, Receive, Scope, Send, TokenMiddleware
-from pipelinerl.inference.engine_update import UpdateRoute
+from pipelinerl.inference.engine import UpdateRoute
 from pipelinerl.inference.fast_output import FastRoute
 
 #: Longest wait for open requests when the server ends. After the death of a worker some never end by themselves.

@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 KVCache = Literal["keep", "recompute"]
-#: Route of our servers for one whole update (`inference.engine_update`).
+#: Route of our servers for one whole update (`inference.engine`).
 UPDATE_PATH = "/pipelinerl/update"
 
 _QUOTE_CHARACTERS = 800
@@ -103,7 +103,7 @@ class ControlClient:
         await self.post("/pause", params={"mode": "keep", "clear_cache": "false"})
 
     async def worker_call(self, method: str) -> Any:
-        """Call a method of `inference.engine_update` in every worker; returns the answer of the first one."""
+        """Call a method of `inference.engine` in every worker; returns the answer of the first one."""
         return (await self.post("/collective_rpc", json={"method": method}))["results"][0]
 
     async def prompt_logprobs(self, token_ids: list[int]) -> list[float]:

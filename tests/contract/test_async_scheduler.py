@@ -24,8 +24,8 @@ from vllm.v1.request import Request
 from vllm.v1.serial_utils import MsgpackDecoder, MsgpackEncoder
 from vllm.v1.structured_output import StructuredOutputManager
 
+from pipelinerl.inference.engine import EpochAsyncScheduler, salt_for_epoch
 from pipelinerl.inference.fast_output import HELD_TOKENS_VARIABLE
-from pipelinerl.inference.request_scheduler import EpochAsyncScheduler, salt_for_epoch
 
 LENGTHS = {"one": 1, "short": 5, "long": 30, "streamed": 12}
 BLOCKS = 100

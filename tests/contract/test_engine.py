@@ -15,7 +15,7 @@ from fakes.fake_engine import FakeEngine
 from vllm.v1.core.sched.interface import PauseState
 from vllm.v1.engine.core import EngineCore, EngineCoreProc, EngineShutdownState
 
-from pipelinerl.inference.engine_update import update
+from pipelinerl.inference.engine import update
 
 
 @pytest.mark.parametrize("name", ["pause_scheduler", "collective_rpc", "set_weight_version", "resume_scheduler"])

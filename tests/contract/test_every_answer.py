@@ -12,7 +12,7 @@ pytest.importorskip("vllm")
 
 from vllm.v1.executor.multiproc_executor import MultiprocExecutor
 
-from pipelinerl.inference.request_scheduler import guarded, read_every_answer, values_of
+from pipelinerl.inference.engine import guarded, read_every_answer, values_of
 
 
 class Worker:

@@ -22,7 +22,7 @@ from vllm.platforms import current_platform
 from vllm.v1.attention.backend import AttentionImplBase
 
 from pipelinerl.inference import transfer
-from pipelinerl.inference.engine_update import narrow_tensors
+from pipelinerl.inference.engine import narrow_tensors
 from pipelinerl.inference.transfer import (
     IN_PLACE_VARIABLE,
     IncompleteUpdateError,

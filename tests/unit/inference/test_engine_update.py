@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from fakes.fake_engine import FakeEngine
 
-from pipelinerl.inference.engine_update import UpdateRoute, update
+from pipelinerl.inference.engine import UpdateRoute, update
 from pipelinerl.weights.link import UPDATE_PATH
 from pipelinerl.weights.sync import PHASES
 
@@ -37,7 +37,7 @@ def test_an_engine_updates_once_no_step_is_in_progress(is_busy: bool, resumes: b
 
 
 def test_an_adapter_is_loaded_before_the_version_changes(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("pipelinerl.inference.engine_update.serves_adapter", lambda environ: True)
+    monkeypatch.setattr("pipelinerl.inference.engine.serves_adapter", lambda environ: True)
     engine = FakeEngine()
     update(engine, INFO, "7", False, True)
     assert engine.calls[1:] == [*LOADED[:3], "pipelinerl_load_adapter", ("version", "7"), "resume"]
