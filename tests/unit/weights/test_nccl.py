@@ -14,9 +14,15 @@ import pytest
 import torch
 from torch.distributed import ProcessGroupGloo, TCPStore
 
-from pipelinerl.weights import nccl
-from pipelinerl.weights.nccl import NCCLGroup
-from pipelinerl.weights.transport import find_store, serve_store
+from pipelinerl.weights import transport
+from pipelinerl.weights.transport import (
+    NCCLGroup,
+    SenderOptions,
+    find_store,
+    open_receiver,
+    open_sender,
+    serve_store,
+)
 
 CPU = torch.device("cpu")
 VARIABLE = "TORCH_NCCL_BLOCKING_WAIT"
@@ -80,7 +86,7 @@ def on_a_cpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         options._devices = [ProcessGroupGloo.create_device(hostname="127.0.0.1")]
         return ProcessGroupGloo(store, rank, world_size, options)
 
-    monkeypatch.setattr(nccl, "_process_group", gloo)
+    monkeypatch.setattr(transport, "_process_group", gloo)
     monkeypatch.setattr(torch.cuda, "set_device", lambda device: None)
     monkeypatch.setattr(torch.cuda, "current_stream", current_stream)
     monkeypatch.setattr(torch.cuda, "Stream", Stream)
@@ -128,6 +134,24 @@ def test_a_buffer_arrives_and_a_closed_group_refuses() -> None:
             ends[name].broadcast(sent)
 
 
+def test_the_two_ends_of_the_transport_meet_in_such_a_group(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(transport, "_gpu", lambda index: CPU)
+    sender: Any = open_sender(SenderOptions("nccl", "127.0.0.1", None, 60, 0))
+    details = sender.prepare(1)
+    joining = threading.Thread(target=sender.join)
+    joining.start()
+    receiver: Any = open_receiver(details, 0, CPU)
+    joining.join(60)
+    assert type(sender._group) is type(receiver._group) is NCCLGroup
+    buffer = torch.arange(7, dtype=torch.uint8)
+    sending = threading.Thread(target=sender.send, args=(buffer,))
+    sending.start()
+    assert torch.equal(receiver.receive(7), buffer)
+    sending.join(60)
+    sender.close()
+    receiver.close()
+
+
 def test_memory_of_a_broadcast_that_failed_is_kept_until_the_group_was_left(monkeypatch: pytest.MonkeyPatch) -> None:
     """It may still be written to: nobody else may get it before."""
     group = both_ends()["worker"]
@@ -152,7 +176,7 @@ def test_memory_of_a_broadcast_that_failed_is_kept_until_the_group_was_left(monk
 
 def test_a_group_that_carries_nothing_is_found_when_it_forms(monkeypatch: pytest.MonkeyPatch) -> None:
     mute = Mute()
-    monkeypatch.setattr(nccl, "_process_group", lambda *args: mute)
+    monkeypatch.setattr(transport, "_process_group", lambda *args: mute)
     ends = both_ends()
     assert "0 arrived where" in str(ends["worker"])
     assert mute.aborted
@@ -171,7 +195,7 @@ def test_only_the_stream_of_the_group_waits_for_its_broadcasts() -> None:
 
 
 def test_ranks_that_never_come_are_an_error_before_nccl_would_wait_for_them(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(nccl, "_process_group", lambda *args: pytest.fail("NCCL has no time-out"))
+    monkeypatch.setattr(transport, "_process_group", lambda *args: pytest.fail("NCCL has no time-out"))
     store, port = serve_store("127.0.0.1", None, 3, 60)
     errors: list[str] = []
 
@@ -206,7 +230,7 @@ def test_closing_raises_nothing_and_does_not_wait_for_nccl_without_end(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """It is called where another error is being told, and on the event loop that serves all servers."""
-    monkeypatch.setattr(nccl, "_CLOSE_S", 0.01)
+    monkeypatch.setattr(transport, "_CLOSE_S", 0.01)
     group = both_ends()["trainer"]
     group.close()
     is_over, broken, stuck = threading.Event(), Mute(), Mute()
@@ -216,7 +240,7 @@ def test_closing_raises_nothing_and_does_not_wait_for_nccl_without_end(
 
     monkeypatch.setattr(broken, "abort", refuse)
     monkeypatch.setattr(stuck, "abort", lambda: is_over.wait(60))
-    nccl._abort(broken, None)
+    transport._abort(broken, None)
     assert "unhandled system error" in caplog.text
     group._group = stuck
     group.close()
