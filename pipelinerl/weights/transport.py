@@ -27,8 +27,6 @@ from pipelinerl.world.jobs import CPU_TRANSPORT, GPU_TRANSPORT, TRANSPORTS
 
 logger = logging.getLogger(__name__)
 
-#: Transports of other modules, which have `open_sender` and `open_receiver`.
-MODULES: Mapping[str, str] = {"ipc": "pipelinerl.weights.ipc"}
 #: Rank of the trainer, the only sender, in a group; workers follow.
 TRAINER_RANK = 0
 _CPU = torch.device("cpu")
@@ -134,9 +132,9 @@ def _gpu(index: int | None) -> torch.device:
 
 
 def _module(name: str) -> Any:
-    if name not in MODULES:
+    if name not in TRANSPORTS:
         raise ValueError(f"transport: got {name!r}, expected one of {', '.join(TRANSPORTS)}")
-    return importlib.import_module(MODULES[name])
+    return importlib.import_module(TRANSPORTS[name])
 
 
 class TransferGroup(Protocol):

@@ -8,8 +8,14 @@ import msgspec
 
 SERVER_KINDS = ("actor_llm", "preprocessor_llm", "environment", "verifier")
 
-#: How weights reach a server (`weights.transport`): on a CPU, on another GPU, on the trainer's GPU.
-CPU_TRANSPORT, GPU_TRANSPORT, SAME_GPU_TRANSPORT = TRANSPORTS = ("gloo", "nccl", "ipc")
+#: How weights reach a server: on a CPU, on another GPU, on the trainer's GPU.
+CPU_TRANSPORT, GPU_TRANSPORT, SAME_GPU_TRANSPORT = "gloo", "nccl", "ipc"
+#: The module with `open_sender` and `open_receiver` of each transport.
+TRANSPORTS = {
+    CPU_TRANSPORT: "pipelinerl.weights.transport",
+    GPU_TRANSPORT: "pipelinerl.weights.transport",
+    SAME_GPU_TRANSPORT: "pipelinerl.weights.ipc",
+}
 
 #: Variables with the settings of PyTorch's allocator; the first one that is set counts, even if it is empty.
 ALLOCATOR_KEYS = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")

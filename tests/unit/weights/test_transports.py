@@ -22,9 +22,12 @@ from pipelinerl.weights.transport import (
     open_receiver,
     open_sender,
 )
+from pipelinerl.world.jobs import GPU_TRANSPORT, TRANSPORTS
 
 CPU = torch.device("cpu")
 LIMIT_S = 60.0
+#: NCCL needs GPUs (see test_nccl.py and tests/gpu).
+ON_CPU = [name for name in TRANSPORTS if name != GPU_TRANSPORT]
 
 
 def in_background(call: Callable[[], Any]) -> Callable[[], Any]:
@@ -64,7 +67,7 @@ def opened(name: str, workers: int = 1) -> tuple[Sender, list[Receiver]]:
     return sender, receivers
 
 
-@pytest.mark.parametrize("name", ["gloo", "ipc"])
+@pytest.mark.parametrize("name", ON_CPU)
 @pytest.mark.parametrize("workers", [1, 2])
 def test_every_worker_gets_every_buffer(name: str, workers: int) -> None:
     sender, receivers = opened(name, workers)
@@ -78,7 +81,7 @@ def test_every_worker_gets_every_buffer(name: str, workers: int) -> None:
     sender.close()
 
 
-@pytest.mark.parametrize("name", ["gloo", "ipc"])
+@pytest.mark.parametrize("name", ON_CPU)
 @pytest.mark.parametrize("closer", ["sender", "receiver"])
 def test_l1_an_end_that_goes_away_frees_the_other_one(name: str, closer: str) -> None:
     sender, (receiver,) = opened(name)
