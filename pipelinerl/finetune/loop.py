@@ -62,6 +62,7 @@ from pipelinerl.streams.base import (
     TRAINING_DATA_TOPIC,
     StreamReader,
 )
+from pipelinerl.streams.hub import backend_of
 from pipelinerl.streams.open_run import recorded_streams
 from pipelinerl.streams.recorder import MetricRecorder
 
@@ -379,7 +380,8 @@ class Trainer:
     def _open_ratios(self, stack: ExitStack) -> RatioRecorder | None:
         """None if not requested, if the stream cannot be opened, or if records would not be kept on disk."""
         streams = self.context.config.streams
-        if not self.config.record_token_ratios or streams.backend != "files" or streams.retention != "all":
+        is_kept = backend_of(streams).is_on_disk and streams.retention == "all"
+        if not self.config.record_token_ratios or not is_kept:
             return None
         try:
             writer = self.context.streams.writer(TOKEN_RATIOS_TOPIC, self.context.job.name, TokenRatios)

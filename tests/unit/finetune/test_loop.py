@@ -2,6 +2,7 @@
 
 import os
 import signal
+import sys
 import threading
 from types import SimpleNamespace
 from unittest.mock import Mock
@@ -34,6 +35,7 @@ from pipelinerl.records import (
 )
 from pipelinerl.rundir.heartbeat import read_heartbeat
 from pipelinerl.rundir.layout import RunDir
+from pipelinerl.streams.files import FileBackend
 from pipelinerl.streams.hub import StreamHub
 from pipelinerl.streams.read import read_all
 
@@ -85,9 +87,15 @@ def test_importance_ratios_of_every_trained_token_are_recorded(start, batches, k
 
 @pytest.mark.parametrize(
     ("keys", "is_recorded"),
-    [({}, True), ({"record_token_ratios": False}, False), ({"streams": {"retention": "heads"}}, False)],
+    [
+        ({}, True),
+        ({"record_token_ratios": False}, False),
+        ({"streams": {"retention": "heads"}}, False),
+        ({"streams": {"backend": "users.files"}}, True),
+    ],
 )
-def test_importance_ratios_that_nobody_wants_are_no_stream(start, keys, is_recorded):
+def test_importance_ratios_that_nobody_wants_are_no_stream(start, keys, is_recorded, monkeypatch):
+    monkeypatch.setitem(sys.modules, "users.files", SimpleNamespace(Streams=FileBackend))
     run = start(max_train_steps=1, **{"record_token_ratios": True, **keys}).go()
     assert (run.context.run_dir.streams / "token_ratios").exists() == is_recorded
 
