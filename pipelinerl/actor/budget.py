@@ -1,12 +1,13 @@
 """The sample budget: samples are charged when a group starts and freed when they are trained, filtered, stale or
 failed.
 
-A `LagPolicy` decides how far generation may run ahead of training. A new policy is a class here and a branch in
-`lag_policy_of`.
+A `LagPolicy` decides how far generation may run ahead of training. A new one is a class here and a line in
+`LAG_POLICIES`, or a class of your own: `lag_policy=package.module.MyPolicy`, called with the `RunConfig`.
 """
 
 from __future__ import annotations
 
+import difflib
 import math
 from collections import deque
 from collections.abc import Callable, Iterable
@@ -15,7 +16,9 @@ from time import monotonic
 
 from pipelinerl.config import RunConfig
 from pipelinerl.config.schedule import Rounds, pauses_rollouts, rounds_of
+from pipelinerl.errors import ConfigError
 from pipelinerl.records import StepDone, StepEnding, TrainerMessage, TrainerStarted, WeightUpdateSuccess
+from pipelinerl.rl.user_function import LAG_POLICY_API_VERSION, load_function
 
 
 @dataclass(slots=True)
@@ -47,7 +50,7 @@ class LagPolicy:
         return {}
 
 
-class MaxLag(LagPolicy):
+class FixedLag(LagPolicy):
     """Unsettled samples stay within `samples_per_step + max_lag`.
 
     A step can always be filled: a group that does not fit still starts if no other is running and the samples in flight
@@ -63,6 +66,11 @@ class MaxLag(LagPolicy):
         self._samples_per_step = samples_per_step
         self._max_lag = max_lag
 
+    @classmethod
+    def of(cls, config: RunConfig) -> LagPolicy:
+        """The policy with the numbers of a run."""
+        return LagPolicy() if config.max_lag is None else cls(config.finetune.samples_per_step, config.max_lag)
+
     def allows_group(self, budget: SampleBudget) -> bool:
         charged = budget.charged_samples
         if budget.group_fits(self._samples_per_step + self._max_lag - charged):
@@ -70,7 +78,7 @@ class MaxLag(LagPolicy):
         return budget.running_groups == 0 and charged < self._samples_per_step
 
 
-class AdaptiveLag(MaxLag):
+class AdaptiveLag(FixedLag):
     """`max_lag` as an upper bound: generation runs ahead only as far as the trainer needs.
 
     The budget starts at two batches, the one in training and the next, which gives a lag of 1. A step that waited for
@@ -115,6 +123,13 @@ class AdaptiveLag(MaxLag):
         self._ending: tuple[float, float] | None = None
         self._ending_s = 0.0
         self._early_s = math.inf
+
+    @classmethod
+    def of(cls, config: RunConfig) -> LagPolicy:
+        if config.max_lag is None:
+            return LagPolicy()
+        in_flight = 0.0 if pauses_rollouts(config) else cls.IN_FLIGHT
+        return cls(config.finetune.samples_per_step, config.max_lag, in_flight)
 
     @property
     def budget_samples(self) -> float:
@@ -222,16 +237,26 @@ class OneRound(LagPolicy):
         return budget.running_groups == 0 and (missing > 0 or budget.unsettled_groups < steps_left)
 
 
+#: What makes the policy of a run, by its name in `lag_policy`. tests/unit/actor/test_sample_budget.py runs over all.
+LAG_POLICIES: dict[str, Callable[[RunConfig], LagPolicy]] = {"adaptive": AdaptiveLag.of, "fixed": FixedLag.of}
+
+
 def lag_policy_of(config: RunConfig) -> LagPolicy:
-    """The policy of a run."""
+    """The policy of a run.
+
+    Raises:
+        ConfigError: there is none of that name, or the user's class cannot be imported.
+    """
     if (rounds := rounds_of(config)) is not None:
         return OneRound(rounds)
-    if config.max_lag is None:
-        return LagPolicy()
-    if config.adaptive_lag:
-        in_flight = 0.0 if pauses_rollouts(config) else AdaptiveLag.IN_FLIGHT
-        return AdaptiveLag(config.finetune.samples_per_step, config.max_lag, in_flight)
-    return MaxLag(config.finetune.samples_per_step, config.max_lag)
+    name = config.lag_policy
+    if name not in LAG_POLICIES and "." not in name:
+        expected = f"{', '.join(LAG_POLICIES)}, or the dotted path of a class"
+        near = difflib.get_close_matches(name, LAG_POLICIES, n=1)
+        raise ConfigError("lag_policy", name, expected, f"Set lag_policy={near[0] if near else 'adaptive'}.")
+    make = LAG_POLICIES.get(name) or load_function("lag_policy", name, LAG_POLICY_API_VERSION)
+    policy: LagPolicy = make(config)
+    return policy
 
 
 class SampleBudget:

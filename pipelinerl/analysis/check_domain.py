@@ -26,6 +26,7 @@ from typing import Any
 
 from aiohttp import web
 
+from pipelinerl.actor.budget import lag_policy_of
 from pipelinerl.agents.user_threads import start_thread
 from pipelinerl.commands import typed
 from pipelinerl.config import RunConfig
@@ -84,7 +85,7 @@ def checked_problems(config: RunConfig) -> ProblemSets:
 
     Raises:
         DomainError: something is not usable; the message says what to do.
-        ConfigError: a loss or an advantage estimator of the user cannot be imported.
+        ConfigError: a loss, an advantage estimator or a lag policy of the user cannot be imported.
     """
     load_rollout_function(config)
     # Checks the path with good messages; the module is imported below without them.
@@ -99,6 +100,7 @@ def checked_problems(config: RunConfig) -> ProblemSets:
             raise DomainError(f"check_config refuses the configuration: {describe_error(error)}") from error
     check_environment(config)
     check_user_functions(config.finetune.rl)
+    lag_policy_of(config)
     return load_problem_sets(config)
 
 

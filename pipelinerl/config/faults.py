@@ -11,9 +11,9 @@ from pydantic import BaseModel, ValidationError
 
 from pipelinerl.commands import typed
 from pipelinerl.config.former_keys import fate_of, synonym_of
-from pipelinerl.config.keys import Key, known_keys
+from pipelinerl.config.keys import Key, known_keys, value_at
 from pipelinerl.config.run import LIKE_TRAINING, RunConfig
-from pipelinerl.config.section import choice_of, section_of
+from pipelinerl.config.section import DOTTED, choice_of, section_of
 from pipelinerl.errors import ConfigError, did_you_mean
 
 #: What `origin_of` says of a key that was typed.
@@ -153,7 +153,7 @@ def _place_of(loc: tuple[int | str, ...], data: Any) -> _Place:
                 return _Place(".".join([*parts, choice.key]), tags=dict.fromkeys((*choice.names, *members)))
             tag = str(rest.pop(0))
             model = members.get(tag)
-            chosen = tag
+            chosen = tag if tag != DOTTED else str(value_at(data, ".".join([*parts, choice.key]), tag))
             continue
         parts.append(part)
         model = None if field is None else section_of(field)

@@ -51,7 +51,8 @@ def keys_of(model: type[Section], prefix: str = "") -> Iterator[Key]:
 def _keys_of_choice(choice: Choice, field: FieldInfo, prefix: str) -> Iterator[Key]:
     members = choice.members(field.annotation)
     first = next(iter(members.values()))
-    yield Key(prefix + choice.key, first.model_fields[choice.key], members)
+    named = {name: members[DOTTED] for name in choice.names if name not in members}
+    yield Key(prefix + choice.key, first.model_fields[choice.key], {**members, **named})
     names = dict.fromkeys(key for member in members.values() for key in member.model_fields if key != choice.key)
     for name in names:
         having = {tag: member.model_fields[name] for tag, member in members.items() if name in member.model_fields}

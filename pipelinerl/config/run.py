@@ -52,9 +52,11 @@ class PipelineSchedule(Section):
         description="most samples in flight beyond the batch being collected; auto: two more batches, 0: on-policy, "
         "null: unbounded",
     )
-    adaptive_lag: bool = Field(
-        default=True,
-        description="run ahead only as far as the trainer needs, so that samples are fresh; false: always max_lag",
+    lag_policy: str = Field(
+        default="adaptive",
+        min_length=1,
+        description="adaptive: run ahead only as far as the trainer needs, so that samples are fresh; fixed: always by "
+        "max_lag; or the dotted path of your own (docs/architecture.md)",
     )
     pop_old_data: bool = Field(
         default=True, description="with max_lag=null, drop the oldest ready groups when training is slow"
@@ -71,7 +73,7 @@ class ConventionalSchedule(Section):
     """Generate a round, train on it, generate the next one."""
 
     schedule: Literal["conventional"] = "conventional"
-    adaptive_lag: ClassVar[bool] = False
+    lag_policy: ClassVar[str] = ""
     pop_old_data: ClassVar[bool] = False
     steps_per_generation: int = Field(
         default=1, ge=1, description="optimizer steps per round; the lag is less than this"
@@ -223,9 +225,9 @@ class RunConfig(FlatSection):
         return share_of(self.vllm_config.option("gpu-memory-utilization")[1]) or default
 
     @property
-    def adaptive_lag(self) -> bool:
-        """Whether generation runs ahead less than `max_lag` where the trainer does not wait for it."""
-        return self.pacing.adaptive_lag
+    def lag_policy(self) -> str:
+        """What decides how far generation runs ahead; empty: the rounds of `schedule=conventional`."""
+        return self.pacing.lag_policy
 
     @property
     def pop_old_data(self) -> bool:

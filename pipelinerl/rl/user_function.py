@@ -1,4 +1,4 @@
-"""User-defined loss and advantage functions, by dotted path. No torch."""
+"""Functions and classes of the user, by dotted path: losses, advantages, lag policies. No torch."""
 
 from __future__ import annotations
 
@@ -9,9 +9,11 @@ from typing import Any
 from pipelinerl.config.algorithm import RLConfig
 from pipelinerl.errors import ConfigError
 
-# Versions of `AdvantageInputs` and `LossInputs`, incremented by changes that break user functions.
+# Versions of `AdvantageInputs`, `LossInputs`, and `LagPolicy` with what it sees of `SampleBudget` (actor/budget.py),
+# incremented by changes that break user functions.
 ADVANTAGE_API_VERSION = 1
 LOSS_API_VERSION = 1
+LAG_POLICY_API_VERSION = 1
 
 
 def load_function(key: str, path: str, api_version: int) -> Callable[..., Any]:
@@ -37,7 +39,10 @@ def load_function(key: str, path: str, api_version: int) -> Callable[..., Any]:
     wanted = getattr(function, "api_version", api_version)
     if wanted != api_version:
         raise ConfigError(
-            key, path, f"a function for api_version {api_version}", f"It says {wanted}; see docs/algorithms.md."
+            key,
+            path,
+            f"a function for api_version {api_version}",
+            f"It says {wanted}; adapt it to version {api_version}.",
         )
     return function
 

@@ -155,7 +155,7 @@ def _layout(config: RunConfig, world: WorldMap) -> Layout:
         round_steps=1 if rounds is None else rounds.steps,
         sleeps=world.device == "cuda" and config.world.placement == "colocated",
         mps=config.world.mps and world.device == "cuda",
-        ahead=1 + (min(most, 1.0) if config.adaptive_lag else most),
+        ahead=1 + (min(most, 1.0) if config.lag_policy == "adaptive" else most),
         most_ahead=1 + most,
         workers=max((job.workers for job in world.jobs_of("actor")), default=1),
     )

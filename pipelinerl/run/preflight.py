@@ -20,6 +20,7 @@ from importlib.machinery import ModuleSpec, PathFinder
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
+from pipelinerl.actor.budget import lag_policy_of
 from pipelinerl.config import RunConfig
 from pipelinerl.config.advice import epoch_notes
 from pipelinerl.config.load import save_config
@@ -339,6 +340,16 @@ def check_rollout_policy(start: Start) -> list[str]:
     return _check_function("actor.rollout_policy", start.config.actor.rollout_policy, True, start)
 
 
+def check_lag_policy(start: Start) -> list[str]:
+    """Refuse unknown policies; a class of the user's is searched for in the source of its module."""
+    name = start.config.lag_policy
+    if "." not in name:
+        lag_policy_of(start.config)
+    elif (fault := function_fault(name, None, start.search_dirs)) is not None:
+        raise UserError(f"lag_policy: got {name!r}: {fault}")
+    return []
+
+
 def _check_function(key: str, path: str | None, is_async: bool, start: Start) -> list[str]:
     """Find a function in the source of its module, without importing it."""
     if start.config.has_stage("actor"):
@@ -477,6 +488,7 @@ CHECKS = (
     Check(check_environment, dry_run="report"),
     Check(check_server_files, dry_run="report", where="machine"),
     Check(check_tracking, dry_run="refuse"),
+    Check(check_lag_policy, dry_run="refuse"),
     Check(check_module_names, dry_run="report"),
     Check(check_dataset_loader, dry_run="report", where="nowhere"),  # `check_domain` calls it
     Check(check_rollout_policy, dry_run="report", where="nowhere"),

@@ -9,7 +9,7 @@ from typing import Any
 import msgspec
 from fakes.short_sample import evaluation_result, short_sample
 
-from pipelinerl.actor.budget import MaxLag, SampleBudget
+from pipelinerl.actor.budget import FixedLag, SampleBudget
 from pipelinerl.actor.evaluator import find_evaluations
 from pipelinerl.actor.groups import find_started_groups, find_unsettled_groups
 from pipelinerl.actor.progress import Changes, TrainingProgress
@@ -103,7 +103,7 @@ def updated(version: int, incarnation: int) -> WeightUpdateSuccess:
 
 
 def test_only_updates_of_this_incarnation_count() -> None:
-    state = TrainingProgress(SampleBudget(MaxLag(8, 0), 2), 1, Changes())
+    state = TrainingProgress(SampleBudget(FixedLag(8, 0), 2), 1, Changes())
     state.apply_message(updated(7, incarnation=0))
     state.apply_message(TrainingDone(version=7, time=0, samples_processed=1, incarnation=0))
     assert state.version is None and not state.done
@@ -114,7 +114,7 @@ def test_only_updates_of_this_incarnation_count() -> None:
 
 
 async def test_steps_and_fates_settle_and_wake_who_waits() -> None:
-    budget = SampleBudget(MaxLag(2, 0), 2)
+    budget = SampleBudget(FixedLag(2, 0), 2)
     state = TrainingProgress(budget, 0, Changes())
     budget.observe_rollout(1)
     budget.publish("0-1", ["0-1/r0/s0", "0-1/r1/s0"])

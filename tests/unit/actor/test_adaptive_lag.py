@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 import numpy as np
 import pytest
 
-from pipelinerl.actor.budget import AdaptiveLag, LagPolicy, MaxLag, SampleBudget
+from pipelinerl.actor.budget import AdaptiveLag, FixedLag, LagPolicy, SampleBudget
 from pipelinerl.actor.progress import Changes
 from pipelinerl.records import StepDone, StepEnding, WeightUpdateSuccess
 
@@ -137,7 +137,7 @@ def both(servers: int, trainer_s: float, lengths: Callable[[np.random.Generator]
     """The whole budget from the start, and the adaptive one."""
     tick_s, micro_batches = (0.002, 2) if lengths is short else (0.03, 9)
     policies: list[Callable[[Callable[[], float]], LagPolicy]] = [
-        lambda clock: MaxLag(BATCH, LARGEST),
+        lambda clock: FixedLag(BATCH, LARGEST),
         lambda clock: AdaptiveLag(BATCH, LARGEST, clock=clock),
     ]
     return [Simulation(policy, servers, trainer_s, lengths, micro_batches, tick_s).run(STEPS) for policy in policies]
@@ -165,7 +165,7 @@ def test_nothing_is_lost_where_the_servers_are_slower() -> None:
 def test_the_budget_grows_where_long_answers_end_late() -> None:
     """Two batches are not enough here: the last answers of the next one are not ready in time."""
     whole, adaptive = both(4, 2.2, uneven)
-    fixed = Simulation(lambda clock: MaxLag(BATCH, BATCH), 4, 2.2, uneven, 9, 0.03).run(STEPS)
+    fixed = Simulation(lambda clock: FixedLag(BATCH, BATCH), 4, 2.2, uneven, 9, 0.03).run(STEPS)
     assert fixed.step_s > 1.15 * whole.step_s
     assert adaptive.step_s < 1.05 * whole.step_s
 

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from fakes.made_up_rollouts import InstantRollouts, ended, settle
 
-from pipelinerl.actor.budget import LagPolicy, MaxLag, SampleBudget
+from pipelinerl.actor.budget import FixedLag, LagPolicy, SampleBudget
 from pipelinerl.actor.groups import GroupRunner, Publisher, number_of
 from pipelinerl.actor.problem_order import EpochCounter, ProblemOrder, rollout_seed
 from pipelinerl.actor.progress import Changes, ProgressWithoutTrainer, TrainingProgress
@@ -47,7 +47,7 @@ def runner_of(
     rollouts: Any, groups: Written, num_problems: int = 1, attempts: int = ATTEMPTS, max_failure_rate: float = 1.0
 ) -> GroupRunner:
     changes = Changes()
-    progress = TrainingProgress(SampleBudget(MaxLag(4, 8), attempts), 0, changes)
+    progress = TrainingProgress(SampleBudget(FixedLag(4, 8), attempts), 0, changes)
     problems = [Problem(id=f"p{number}", dataset_name="d", data={}) for number in range(num_problems)]
     return GroupRunner(
         problems=ProblemOrder(problems, "seed"),

@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 import random
+import sys
+from types import SimpleNamespace
 
 import pytest
 
-from pipelinerl.actor.budget import LagPolicy, MaxLag, SampleBudget
+from pipelinerl.actor.budget import LAG_POLICIES, FixedLag, LagPolicy, OneRound, SampleBudget, lag_policy_of
+from pipelinerl.config import RunConfig
+from pipelinerl.errors import ConfigError
+from pipelinerl.records import StepDone
 
 
 def known(samples_per_step: int, max_lag: int, attempts: int, per_rollout: int = 1) -> SampleBudget:
-    budget = SampleBudget(MaxLag(samples_per_step, max_lag), attempts)
+    budget = SampleBudget(FixedLag(samples_per_step, max_lag), attempts)
     budget.observe_rollout(per_rollout)
     return budget
 
@@ -79,7 +84,7 @@ def test_a_group_that_does_not_fit_is_admitted_alone_when_the_batch_cannot_fill(
 
 
 def test_nothing_is_known_at_first_so_one_group_finds_out() -> None:
-    budget = SampleBudget(MaxLag(8, 100), attempts=2)
+    budget = SampleBudget(FixedLag(8, 100), attempts=2)
     assert admit_all(budget) == 1
     budget.end_rollout("g0", 5)
     assert budget.samples_per_rollout == 5
@@ -87,11 +92,11 @@ def test_nothing_is_known_at_first_so_one_group_finds_out() -> None:
 
 
 def test_leftovers_of_an_earlier_start_do_not_starve_the_first_batch() -> None:
-    budget = SampleBudget(MaxLag(8, 0), attempts=2)
+    budget = SampleBudget(FixedLag(8, 0), attempts=2)
     publish(budget, "old", 3)
     assert admit_all(budget) == 1
-    assert SampleBudget(MaxLag(2, 0), attempts=2).allows_group()
-    publish(full := SampleBudget(MaxLag(2, 0), attempts=2), "old", 3)
+    assert SampleBudget(FixedLag(2, 0), attempts=2).allows_group()
+    publish(full := SampleBudget(FixedLag(2, 0), attempts=2), "old", 3)
     assert not full.allows_group()
 
 
@@ -111,13 +116,21 @@ def test_filtered_and_failed_samples_give_their_budget_back() -> None:
     budget.settle_samples("unknown", ["x"])
 
 
+def config_of(lag_policy: str, samples_per_step: int = 8, max_lag: int | None = 4) -> RunConfig:
+    finetune = {"train_batch_size": samples_per_step, "gradient_accumulation_passes": 1}
+    values = {"output_dir": "x", "lag_policy": lag_policy, "max_lag": max_lag, "finetune": finetune}
+    return RunConfig.model_validate(values)
+
+
+@pytest.mark.parametrize("name", LAG_POLICIES)
 @pytest.mark.parametrize("seed", range(20))
 @pytest.mark.parametrize(("samples_per_step", "max_lag"), [(8, 0), (8, 5), (16, 40), (1, 0)])
-def test_l6_random_runs_neither_starve_nor_overrun(seed: int, samples_per_step: int, max_lag: int) -> None:
+def test_l6_random_runs_neither_starve_nor_overrun(name: str, seed: int, samples_per_step: int, max_lag: int) -> None:
     """Rollouts of 0 to 4 samples, ending in any order: every batch fills, and with max_lag=0 nothing is left over."""
     rng = random.Random(seed)
     attempts = rng.choice([1, 2, 3])
-    budget = known(samples_per_step, max_lag, attempts, per_rollout=4)
+    budget = SampleBudget(lag_policy_of(config_of(name, samples_per_step, max_lag)), attempts)
+    budget.observe_rollout(4)
     running: list[str] = []
     published: list[tuple[str, int]] = []
     number = steps = 0
@@ -137,6 +150,8 @@ def test_l6_random_runs_neither_starve_nor_overrun(seed: int, samples_per_step: 
                 budget.settle_group(group_id)
             published = published[batch:]
             steps += 1
+            done = StepDone(step=steps, time=0.0, group_ids=[], num_samples=total, samples_processed=0)
+            budget.policy.observe(done, budget)
             continue
         assert running, "starved: nothing runs and no batch can be filled"
         group_id = running.pop(rng.randrange(len(running)))
@@ -148,3 +163,40 @@ def test_l6_random_runs_neither_starve_nor_overrun(seed: int, samples_per_step: 
             published.append((group_id, sum(samples)))
         largest = samples_per_step + max_lag + attempts * 4 - 1
         assert budget.charged_samples <= largest
+
+
+@pytest.mark.parametrize("name", LAG_POLICIES)
+def test_without_max_lag_no_policy_bounds_anything(name: str) -> None:
+    assert type(lag_policy_of(config_of(name, max_lag=None))) is LagPolicy
+
+
+def test_a_policy_of_the_user_is_made_from_the_configuration(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Twice(LagPolicy):
+        def __init__(self, config: RunConfig) -> None:
+            self.most = 2 * config.finetune.samples_per_step
+
+        def allows_group(self, budget: SampleBudget) -> bool:
+            return budget.charged_samples < self.most
+
+    monkeypatch.setitem(sys.modules, "their_package", SimpleNamespace(Twice=Twice))
+    for max_lag in (0, None):
+        budget = SampleBudget(lag_policy_of(config_of("their_package.Twice", max_lag=max_lag)), attempts=1)
+        assert admit_all(budget) == 16
+
+
+def test_unknown_policies_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    old = SimpleNamespace(api_version=0)
+    monkeypatch.setitem(sys.modules, "their_package", SimpleNamespace(Old=lambda config: None, old=old))
+    for name, near in (("adaptiv", "adaptive"), ("fixd", "fixed"), ("bursts", "adaptive")):
+        with pytest.raises(ConfigError) as caught:
+            lag_policy_of(config_of(name))
+        assert (caught.value.key, caught.value.got) == ("lag_policy", name)
+        assert caught.value.next_step == f"Set lag_policy={near}."
+    for name in ("their_package.missing", "no_such_package.Policy", "their_package.old"):
+        with pytest.raises(ConfigError) as caught:
+            lag_policy_of(config_of(name))
+        assert (caught.value.key, caught.value.got) == ("lag_policy", name)
+
+
+def test_rounds_have_a_policy_of_their_own() -> None:
+    assert isinstance(lag_policy_of(RunConfig(output_dir="x", schedule="conventional")), OneRound)  # type: ignore[call-arg]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import pytest
 from pydantic import ValidationError
@@ -11,9 +11,18 @@ from pydantic import ValidationError
 from pipelinerl.config import RunConfig, load_config, save_config, to_dictconfig
 from pipelinerl.config.algorithm import CustomAdvantage, CustomLoss, GspoLoss, RLConfig
 from pipelinerl.config.compose import compose
-from pipelinerl.config.keys import Key, known_keys, values_of
-from pipelinerl.config.resources import CustomStreams, DeepSpeedSettings, FSDPSettings, PlainSettings, RedisStreams
+from pipelinerl.config.keys import Key, keys_of, known_keys, values_of
+from pipelinerl.config.resources import (
+    CustomStreams,
+    DeepSpeedSettings,
+    FileStreams,
+    FSDPSettings,
+    PlainSettings,
+    RedisStreams,
+    StreamsConfig,
+)
 from pipelinerl.config.run import ConventionalSchedule
+from pipelinerl.config.section import DOTTED, Choice, FlatSection
 from pipelinerl.errors import ConfigError
 
 CHOOSERS = [key for key in known_keys() if key.choice is not None]
@@ -61,6 +70,9 @@ def test_a_loss_brings_its_own_defaults() -> None:
         (["streams.url=redis://localhost:1/0"], "streams.url"),
         (["schedule=concurrent", "steps_per_generation=4"], "steps_per_generation"),
         (["schedule=conventional", "max_lag=4"], "max_lag"),
+        (["schedule=conventional", "lag_policy=fixed"], "lag_policy"),
+        (["finetune.rl.policy_loss=my.loss", "finetune.rl.epsilon_low=0.1"], "finetune.rl.epsilon_low"),
+        (["streams=my.kafka", "streams.url=redis://localhost:1/0"], "streams.url"),
         (["world.sleep_level=1"], "world.sleep_level"),
     ],
 )
@@ -70,6 +82,16 @@ def test_a_key_of_another_type_is_refused_by_name(words: list[str], key: str) ->
         composed(*words)
     assert caught.value.key == key and found.chooser in caught.value.expected
     assert all(owner in caught.value.expected for owner in found.owners)
+    chosen = [word.partition("=")[2] for word in words[:-1]]
+    assert all(f"={name}" in caught.value.expected for name in chosen if "." in name)
+
+
+def test_plug_ins_without_a_type_are_listed_with_the_types() -> None:
+    class Others(FlatSection):
+        streams: Annotated[StreamsConfig, Choice("backend", names=("files", "memory"))] = FileStreams()
+
+    (first, *_) = keys_of(Others)
+    assert first.name == "streams.backend" and set(first.choice or ()) == {"files", "redis", "memory", DOTTED}
 
 
 @pytest.mark.parametrize("key", CHOOSERS, ids=lambda key: key.name)

@@ -8,7 +8,7 @@ import pytest
 from msgspec.structs import replace
 from preprocess_groups import context, group, sample
 
-from pipelinerl.actor.budget import MaxLag, SampleBudget
+from pipelinerl.actor.budget import FixedLag, SampleBudget
 from pipelinerl.actor.progress import Changes, TrainingProgress
 from pipelinerl.preprocess.main import main, reference_scorer
 from pipelinerl.records import (
@@ -112,7 +112,7 @@ def test_fates_of_what_is_not_trained(tmp_path):
 def test_dynamic_sampling_refills_the_batch_and_gives_the_budget_back(tmp_path):
     """On-policy, where the budget is one batch: each filtered group admits exactly one other, until it is full."""
     run = Run(tmp_path, max_lag=0, finetune={**FINETUNE, "rl": {"filter_zero_advantage_groups": True}})
-    budget = SampleBudget(MaxLag(4, 0), attempts=2)
+    budget = SampleBudget(FixedLag(4, 0), attempts=2)
     budget.observe_rollout(1)
     trainer = TrainingProgress(budget, 0, Changes())
     fates = run.context.streams.reader("fates", "preprocessor_0", FateRecord)

@@ -285,6 +285,15 @@ def test_a_dry_run_reports_every_fault_at_once(tmp_path: Path) -> None:
     assert [fault.startswith(f"- {key}") for fault, key in zip(faults, keys, strict=False)] == [True] * 4
 
 
+def test_a_dry_run_refuses_a_lag_policy_that_does_not_exist(tmp_path: Path) -> None:
+    save_model_folder(tmp_path / "model")
+    (tmp_path / "dry_task.py").write_text(MODULE + "class Bursts: ...\n")
+    assert REFUSED not in dry_run(tmp_path, lag_policy="dry_task.Bursts") and "dry_task" not in sys.modules
+    for name in ("adaptiv", "dry_task.Burst", "no_such_module.Bursts"):
+        with pytest.raises(UserError, match=r"^lag_policy: got"):
+            dry_run(tmp_path, lag_policy=name)
+
+
 def test_a_dry_run_does_not_look_for_a_model_on_the_hub(tmp_path: Path) -> None:
     (tmp_path / "dry_task.py").write_text(MODULE)
     found = dry_run(tmp_path, model_path="nobody/nothing")
