@@ -9,9 +9,6 @@ from pydantic import Field
 from pipelinerl.config.algorithm import RLConfig
 from pipelinerl.config.section import Section
 
-#: The largest rank that vLLM makes room for (`vllm/config/lora.py`, version 0.32).
-LARGEST_ADAPTER_RANK = 512
-
 
 class LoraConfig(Section):
     enabled: bool = Field(default=False, description="train a low-rank adapter; the model itself stays frozen")

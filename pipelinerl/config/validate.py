@@ -13,7 +13,6 @@ from urllib.parse import urlsplit
 from pipelinerl.config.agent import AGENT_ROLLOUT
 from pipelinerl.config.algorithm import GeometricMaskCorrection, IcepopCorrection
 from pipelinerl.config.faults import raise_faults
-from pipelinerl.config.finetune import LARGEST_ADAPTER_RANK
 from pipelinerl.config.keys import value_at
 from pipelinerl.config.load import ADAPTER_START, merge_command
 from pipelinerl.config.resources import GPU_LISTS, READING_MODES, STAGE_KINDS, FSDPSettings, RedisStreams
@@ -159,8 +158,6 @@ def _adapter(config: RunConfig) -> Faults:
     if lora.bias != "none":
         expected = f"none {condition}: servers accept no biases with an adapter"
         yield "finetune.lora.bias", expected, f"Leave biases untrained, {merged}"
-    if lora.r > LARGEST_ADAPTER_RANK:
-        yield "finetune.lora.r", f"at most {LARGEST_ADAPTER_RANK} (of vLLM) {condition}", f"Lower it, {merged}"
     key, quantization = vllm.option("quantization")
     if quantization is not None:
         yield key, f"no quantization {condition}: the trainer has the model as it is", f"Remove it, {merged}"

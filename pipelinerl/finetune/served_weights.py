@@ -16,7 +16,7 @@ Here the same conversions are reversed group by group, as soon as the tensors of
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -38,17 +38,9 @@ from pipelinerl.config import RunConfig
 from pipelinerl.errors import ConfigError
 from pipelinerl.finetune.experts import own_experts_parameters
 from pipelinerl.finetune.policy import LANGUAGE_MODEL
+from pipelinerl.inference.arguments import automatic_dtype, named_dtype
 from pipelinerl.weights.buffers import NamedTensors, TensorMeta, WeightSource
 
-_BY_NAME = {
-    "half": torch.float16,
-    "float16": torch.float16,
-    "bfloat16": torch.bfloat16,
-    "float": torch.float32,
-    "float32": torch.float32,
-}
-#: vLLM refuses them in float16.
-_NOT_IN_FLOAT16 = ("gemma2", "gemma3", "gemma3_text", "glm4")
 #: From this compute capability on GPUs have bf16 (Ampere).
 _BF16_FROM = (8, 0)
 #: Begins the names of the language model's parameters in a policy.
@@ -62,8 +54,7 @@ def wire_dtype(config: RunConfig, computed: torch.dtype, device: torch.device, p
 
     It is the servers' own, so that a weight is rounded once; but a trainer with bf16 products sends what it multiplies.
     `vllm_config.vllm_kwargs.dtype` names the servers' dtype. Without the key, servers on a CPU are started in fp32;
-    otherwise, and with `auto`, vLLM decides by the checkpoint (`vllm/config/model.py`, version 0.32), and serves no
-    fp32 checkpoint in fp32.
+    otherwise, and with `auto`, vLLM decides by the checkpoint, and serves no fp32 checkpoint in fp32.
 
     Args:
         device: of the trainer; servers are taken to have the same kind.
@@ -71,33 +62,23 @@ def wire_dtype(config: RunConfig, computed: torch.dtype, device: torch.device, p
     """
     if computed != torch.float32:
         return computed
-    if named := named_dtype(config.vllm_config.vllm_kwargs, torch.float32 if device.type == "cpu" else None):
-        return named
+    if named := named_dtype(config.vllm_config.vllm_kwargs, "float32" if device.type == "cpu" else None):
+        return _dtype(named)
     has_bf16 = device.type != "cuda" or torch.cuda.get_device_capability(device) >= _BF16_FROM
     model = path or config.model_path
     model_config = AutoConfig.from_pretrained(model, trust_remote_code=config.finetune.trust_remote_code)
-    return automatic_dtype(checkpoint_dtype(model_config), model_config.model_type, has_bf16)
+    return _dtype(automatic_dtype(checkpoint_dtype(model_config), model_config.model_type, has_bf16))
 
 
-def named_dtype(vllm_kwargs: Mapping[str, Any], default: torch.dtype | None = None) -> torch.dtype | None:
-    """What the option `dtype` of the servers names, `default` without it; None: vLLM decides."""
-    options = {name.strip().lstrip("-"): value for name, value in vllm_kwargs.items()}
-    return _BY_NAME.get(str(options["dtype"]).strip().lower()) if "dtype" in options else default
+def _dtype(name: str) -> torch.dtype:
+    found: torch.dtype = getattr(torch, name)
+    return found
 
 
-def automatic_dtype(checkpoint: torch.dtype, model_type: str, has_bf16: bool = True) -> torch.dtype:
-    """What vLLM's `auto` is for a model whose configuration says `checkpoint`."""
-    allowed = [torch.bfloat16] if has_bf16 else []
-    if model_type not in _NOT_IN_FLOAT16:
-        allowed.append(torch.float16)
-    # fp32 is left only to models that can be in neither.
-    return checkpoint if checkpoint in allowed else (*allowed, torch.float32)[0]
-
-
-def checkpoint_dtype(model_config: Any) -> torch.dtype:
-    """The dtype that the configuration of a model states, else fp32."""
+def checkpoint_dtype(model_config: Any) -> str:
+    """The dtype that the configuration of a model states, else float32, as torch calls it."""
     stated = getattr(model_config, "dtype", None) or getattr(model_config.get_text_config(), "dtype", None)
-    return getattr(torch, str(stated).removeprefix("torch."), torch.float32)
+    return "float32" if stated is None else str(stated).removeprefix("torch.")
 
 
 class ServedValues:

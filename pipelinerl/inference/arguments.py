@@ -52,6 +52,19 @@ RESERVED = {
 ADAPTER_VARIABLE = "PIPELINERL_SERVED_ADAPTER"
 #: The ranks that vLLM allocates for (`vllm/config/lora.py`, version 0.32).
 ROOM_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
+#: vLLM (0.32) makes a queue of 160 MiB for all workers of a server and one of 240 MiB for each, and refuses to start
+#: if one of them does not fit; a page takes room once it is used.
+QUEUE_BYTES = 241 * 2**20
+#: Values of the option `dtype` but `auto`, as torch calls them.
+_DTYPES = {
+    "half": "float16",
+    "float16": "float16",
+    "bfloat16": "bfloat16",
+    "float": "float32",
+    "float32": "float32",
+}
+#: vLLM refuses them in float16 (`vllm/config/model.py`, version 0.32).
+_NOT_IN_FLOAT16 = ("gemma2", "gemma3", "gemma3_text", "glm4")
 _SYNC = "finetune.lora.sync=adapter"
 #: Options about adapters that do not change which one is served.
 _FREE_OPTIONS = ("fully-sharded-loras",)
@@ -234,6 +247,21 @@ def _installed_version() -> str | None:
         except importlib.metadata.PackageNotFoundError:
             continue
     return None
+
+
+def named_dtype(vllm_kwargs: Mapping[str, object], default: str | None = None) -> str | None:
+    """What the option `dtype` of the servers names, `default` without it; None: vLLM decides."""
+    options = {name.strip().lstrip("-"): value for name, value in vllm_kwargs.items()}
+    return _DTYPES.get(str(options["dtype"]).strip().lower()) if "dtype" in options else default
+
+
+def automatic_dtype(checkpoint: str, model_type: str, has_bf16: bool = True) -> str:
+    """What vLLM's `auto` is for a model whose configuration says `checkpoint`. fp32 is left to models that can be in
+    no other type."""
+    allowed = ["bfloat16"] if has_bf16 else []
+    if model_type not in _NOT_IN_FLOAT16:
+        allowed.append("float16")
+    return checkpoint if checkpoint in allowed else (*allowed, "float32")[0]
 
 
 def serves_adapter(environ: Mapping[str, str]) -> bool:

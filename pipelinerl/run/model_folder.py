@@ -17,7 +17,7 @@ from pipelinerl.commands import typed
 from pipelinerl.config import RunConfig
 from pipelinerl.config.load import ADAPTER_START
 from pipelinerl.errors import ConfigError
-from pipelinerl.inference.arguments import check_adapter_options, check_options
+from pipelinerl.inference.arguments import ROOM_RANKS, check_adapter_options, check_options
 from pipelinerl.weights.manifest import read_header, read_manifest
 from pipelinerl.world.model_shape import ModelShape, guess_shape, shape_of
 
@@ -136,6 +136,9 @@ def check_adapter(config: RunConfig, has_gpus: bool) -> None:
     if not config.finetune.lora.sends_adapter:
         return
     check_adapter_options(check_options(config.vllm_config.vllm_kwargs)[0])
+    if (rank := config.finetune.lora.r) > ROOM_RANKS[-1]:
+        expected = f"at most {ROOM_RANKS[-1]} (of vLLM) with finetune.lora.sync=adapter"
+        raise ConfigError("finetune.lora.r", rank, expected, "Lower it, or set finetune.lora.sync=merged.")
     key, dtype = config.vllm_config.option("dtype")
     if has_gpus and str(dtype).lower() in ("float32", "float"):
         expected = "a 16-bit type with finetune.lora.sync=adapter: vLLM's adapter kernels on GPUs support nothing else"

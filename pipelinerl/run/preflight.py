@@ -30,6 +30,7 @@ from pipelinerl.domains.shapes import SHAPES
 from pipelinerl.errors import EXIT_USER_ERROR, ConfigError, DomainError, UserError
 from pipelinerl.inference.arguments import (
     BINDING_KEY,
+    QUEUE_BYTES,
     UNBOUND,
     check_names,
     check_options,
@@ -57,9 +58,6 @@ DOMAIN_CHECK_TIMEOUT_S = 300.0
 #: both streams together: id, label and log-prob as JSON. The rest of a sample is ids, spans and metadata.
 _BYTES_PER_PARAMETER, _BYTES_PER_TOKEN, _BYTES_PER_SAMPLE = 12, 70, 2000
 SHARED_MEMORY = Path("/dev/shm")
-#: vLLM (0.32) makes a queue of 160 MiB for all workers of a server and one of 240 MiB for each, and refuses to start
-#: if one of them does not fit; a page takes room once it is used.
-_QUEUE_BYTES = 241 * 2**20
 #: Prefixes of what the check of the user's code prints: numbers of problems for training and evaluation; remarks.
 COUNTS, REMARK = "counts of the check: ", "remark of the check: "
 
@@ -281,9 +279,9 @@ def check_server_files(start: Start) -> list[str]:
     has_own_worker = on_cpu and start_method({BINDING_KEY: UNBOUND, **start.environ}, on_cpu, is_bound) != "fork"
     if not SHARED_MEMORY.is_dir() or not (has_own_worker or math.prod(sizes) > 1 or option == "mp"):
         return []  # the engine is the only worker
-    if (free := shutil.disk_usage(SHARED_MEMORY).free) < _QUEUE_BYTES:
+    if (free := shutil.disk_usage(SHARED_MEMORY).free) < QUEUE_BYTES:
         remedy = "--shm-size=2g (Docker), a volume of medium Memory there (Kubernetes), or remove what fills it"
-        expected = f"at least {_size(_QUEUE_BYTES)} free there, for the queues between a server's processes"
+        expected = f"at least {_size(QUEUE_BYTES)} free there, for the queues between a server's processes"
         raise ConfigError(str(SHARED_MEMORY), f"{_size(free)} free", expected, f"Use {remedy}.")
     return []
 

@@ -14,11 +14,16 @@ from pipelinerl.config import RunConfig
 from pipelinerl.finetune.backends.base import PlainBackend
 from pipelinerl.finetune.model import load_policy
 from pipelinerl.finetune.ranks import Ranks
-from pipelinerl.finetune.served_weights import automatic_dtype, checkpoint_dtype, named_dtype, wire_dtype
+from pipelinerl.finetune.served_weights import checkpoint_dtype, wire_dtype
 from pipelinerl.finetune.weight_sync import WeightSync
+from pipelinerl.inference.arguments import automatic_dtype, named_dtype
 
 CPU = torch.device("cpu")
 FP32, FP16, BF16 = torch.float32, torch.float16, torch.bfloat16
+
+
+def name_of(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
 
 
 @pytest.mark.parametrize(
@@ -44,12 +49,18 @@ def test_weights_travel_in_the_coarser_dtype_of_trainer_and_server(key, server, 
 
 @pytest.mark.parametrize(
     ("kwargs", "named"),
-    [({}, None), ({"dtype": "auto"}, None), ({"dtype": None}, None), ({"dtype": "Half"}, FP16), ({"dtype": ""}, None)],
+    [
+        ({}, None),
+        ({"dtype": "auto"}, None),
+        ({"dtype": None}, None),
+        ({"dtype": "Half"}, "float16"),
+        ({"dtype": ""}, None),
+    ],
 )
 def test_without_a_name_vllm_decides(kwargs, named):
     assert named_dtype(kwargs) == named
     # Servers on a CPU have a default.
-    assert named_dtype(kwargs, FP32) == (named if kwargs else FP32)
+    assert named_dtype(kwargs, "float32") == (named if kwargs else "float32")
 
 
 @pytest.mark.parametrize(
@@ -66,7 +77,7 @@ def test_without_a_name_vllm_decides(kwargs, named):
     ],
 )
 def test_auto_goes_by_the_checkpoint(checkpoint, model_type, has_bf16, served):
-    assert automatic_dtype(checkpoint, model_type, has_bf16) == served
+    assert automatic_dtype(name_of(checkpoint), model_type, has_bf16) == name_of(served)
 
 
 @pytest.mark.slow
@@ -78,7 +89,7 @@ def test_vllm_finds_the_same():
     for model_type in ("qwen2", *vllm_model._FLOAT16_NOT_SUPPORTED_MODELS):
         for checkpoint in (FP32, FP16, BF16, torch.float64):
             theirs = vllm_model._resolve_auto_dtype(model_type, checkpoint, is_pooling_model=False)
-            assert automatic_dtype(checkpoint, model_type) == theirs, (model_type, checkpoint)
+            assert automatic_dtype(name_of(checkpoint), model_type) == name_of(theirs), (model_type, checkpoint)
 
 
 def config_of(text=None, **parts):
@@ -87,9 +98,9 @@ def config_of(text=None, **parts):
 
 
 def test_the_dtype_of_a_checkpoint_is_the_stated_one():
-    assert checkpoint_dtype(config_of(dtype=BF16, text=FP16)) == BF16
-    assert checkpoint_dtype(config_of(text="float16")) == FP16
-    assert checkpoint_dtype(config_of()) == FP32
+    assert checkpoint_dtype(config_of(dtype=BF16, text=FP16)) == "bfloat16"
+    assert checkpoint_dtype(config_of(text="float16")) == "float16"
+    assert checkpoint_dtype(config_of()) == "float32"
 
 
 @pytest.mark.parametrize(("saved", "served"), [(FP16, FP16), (BF16, BF16), (FP32, BF16), (None, BF16)])

@@ -11,13 +11,12 @@ import pytest
 from msgspec.structs import replace
 
 from pipelinerl.config import RunConfig
-from pipelinerl.config.finetune import LARGEST_ADAPTER_RANK, LoraConfig
+from pipelinerl.config.finetune import LoraConfig
 from pipelinerl.errors import ConfigError
 from pipelinerl.inference import arguments
 from pipelinerl.inference import main as llm
 from pipelinerl.inference.arguments import (
     ADAPTER_VARIABLE,
-    ROOM_RANKS,
     AdapterRoom,
     ServerSettings,
     check_names,
@@ -169,10 +168,6 @@ def test_cpu_servers_do_not_cut_prompts_into_chunks() -> None:
 def test_the_room_is_the_next_size_that_vllm_has(rank, room) -> None:
     text = " ".join(options(adapter=AdapterRoom(rank, ("q_proj", "v_proj"))))
     assert text.endswith(f" --enable-lora --max-loras 1 --max-lora-rank {room} --lora-target-modules q_proj v_proj")
-
-
-def test_a_rank_without_room_is_refused_by_the_rules() -> None:
-    assert ROOM_RANKS[-1] == LARGEST_ADAPTER_RANK
 
 
 @pytest.mark.parametrize("rank", [0, -4, 513])

@@ -182,8 +182,8 @@ def test_a_context_longer_than_the_models(model: dict[str, Any], asked: int, is_
     check_context(with_options(tmp_path, max_model_len=asked, hf_overrides="{}"), {})
 
 
-def with_adapter(model_path: object, sync: str = "adapter", **options: Any) -> RunConfig:
-    lora = {"lora": {"enabled": True, "sync": sync}}
+def with_adapter(model_path: object, sync: str = "adapter", rank: int = 16, **options: Any) -> RunConfig:
+    lora = {"lora": {"enabled": True, "sync": sync, "r": rank}}
     return config(model_path, finetune=lora, vllm_config={"vllm_kwargs": options})
 
 
@@ -198,6 +198,8 @@ def with_adapter(model_path: object, sync: str = "adapter", **options: Any) -> R
         ({"num_experts": 8}, {}, True, "finetune.lora.sync"),
         ({"text_config": {"n_routed_experts": 64}}, {}, True, "finetune.lora.sync"),
         ({"quantization_config": {"bits": 4}}, {}, True, "finetune.lora.sync"),
+        ({}, {"rank": 512}, True, None),
+        ({}, {"rank": 513}, True, "finetune.lora.r"),
     ],
 )
 def test_an_adapter_that_could_not_be_served_exactly(
