@@ -34,7 +34,10 @@ class LagPolicy:
     """No bound (`max_lag=null`), and the base of the other policies."""
 
     def allows_group(self, budget: SampleBudget) -> bool:
-        """Return whether another group may start, given the samples in flight in `budget`."""
+        """Return whether another group may start, given the samples in flight in `budget`.
+
+        Asked again after every start and every event. False for as long as nothing is in flight would end the run.
+        """
         return True
 
     def observe(self, message: TrainerMessage, budget: SampleBudget, is_own: bool = True) -> None:
@@ -44,6 +47,10 @@ class LagPolicy:
     def retry_s(self) -> float | None:
         """Seconds until `allows_group` may change without an event; None: it cannot."""
         return None
+
+    def batches_ahead(self, most: float) -> float:
+        """How many batches generation is expected to be ahead of training where it may be ahead by `most`."""
+        return most
 
     def report(self) -> dict[str, float]:
         """Return the policy's metrics."""
@@ -197,6 +204,9 @@ class AdaptiveLag(FixedLag):
         if self._ending is None:
             return None
         return max(self._ending[1] + self._ending_s - self._early_s - self._clock(), 0.0)
+
+    def batches_ahead(self, most: float) -> float:
+        return min(most, 1.0)
 
     def report(self) -> dict[str, float]:
         return {

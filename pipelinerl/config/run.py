@@ -55,8 +55,8 @@ class PipelineSchedule(Section):
     lag_policy: str = Field(
         default="adaptive",
         min_length=1,
-        description="adaptive: run ahead only as far as the trainer needs, so that samples are fresh; fixed: always by "
-        "max_lag; or the dotted path of your own (docs/architecture.md)",
+        description="decides how far generation runs ahead within max_lag: a policy of actor/budget.py, or the dotted "
+        "path of your own; adaptive: only as far as the trainer needs, so that samples are fresh",
     )
     pop_old_data: bool = Field(
         default=True, description="with max_lag=null, drop the oldest ready groups when training is slow"

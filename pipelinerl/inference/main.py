@@ -181,7 +181,7 @@ def _main_standalone(arguments: list[str]) -> int:
     parser.add_argument("--host", default="127.0.0.1")
     parser.add_argument("--port", type=int, required=True)
     parser.add_argument(
-        "--transport", choices=TRANSPORTS, default=CPU_TRANSPORT, help=f"{CPU_TRANSPORT}: a server without a GPU"
+        "--transport", choices=TRANSPORTS, default=CPU_TRANSPORT, help="which decides whether the server uses a GPU"
     )
     parser.add_argument("--dtype", default=None, help="float32 on a CPU, else vLLM's choice")
     parser.add_argument("--fp32-head", action="store_true")
@@ -189,7 +189,7 @@ def _main_standalone(arguments: list[str]) -> int:
     parser.add_argument("--adapter-rank", type=int, default=None, help="updates bring an adapter of at most this rank")
     parser.add_argument("--vllm-kwargs", type=json.loads, default={}, help="JSON object of vLLM options")
     args = parser.parse_args(arguments)
-    on_cpu = args.transport == CPU_TRANSPORT
+    on_cpu = TRANSPORTS[args.transport].on_cpu
     settings = ServerSettings(
         model=args.model,
         host=args.host,

@@ -12,6 +12,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from itertools import groupby
 
+from pipelinerl.actor.budget import lag_policy_of
 from pipelinerl.config import RunConfig
 from pipelinerl.config.schedule import rounds_of
 from pipelinerl.errors import ConfigError
@@ -147,6 +148,8 @@ def _layout(config: RunConfig, world: WorldMap) -> Layout:
     ranks = {(job.node_rank, gpu) for job in world.jobs_of("finetune") for gpu in job.gpus}
     most = 2.0 if config.max_lag is None else config.max_lag / config.finetune.samples_per_step
     rounds = rounds_of(config)
+    # Code of the user is not imported in the launcher.
+    ahead = most if "." in config.lag_policy else lag_policy_of(config).batches_ahead(most)
     return Layout(
         servers=len(servers),
         on_card=max(users.values(), default=1),
@@ -155,7 +158,7 @@ def _layout(config: RunConfig, world: WorldMap) -> Layout:
         round_steps=1 if rounds is None else rounds.steps,
         sleeps=world.device == "cuda" and config.world.placement == "colocated",
         mps=config.world.mps and world.device == "cuda",
-        ahead=1 + (min(most, 1.0) if config.lag_policy == "adaptive" else most),
+        ahead=1 + ahead,
         most_ahead=1 + most,
         workers=max((job.workers for job in world.jobs_of("actor")), default=1),
     )

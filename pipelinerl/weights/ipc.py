@@ -27,7 +27,7 @@ from typing import Any
 import torch
 from torch.multiprocessing.reductions import rebuild_cuda_tensor, reduce_tensor
 
-from pipelinerl.weights.transport import SenderOptions, listen
+from pipelinerl.weights.transport import Ends, SenderOptions, listen
 
 Handle = dict[str, Any]
 
@@ -36,14 +36,6 @@ HANDSHAKE_S = 10.0
 _MAX_LINE_BYTES = 65536
 _LOOPBACK = "127.0.0.1"
 _BYTES_FIELDS = ("memory", "ref_counter", "event")
-
-
-def open_sender(options: SenderOptions) -> HandleSender:
-    return HandleSender(options)
-
-
-def open_receiver(details: dict[str, Any], worker: int, device: torch.device) -> HandleReceiver:
-    return HandleReceiver(details["port"], details["secret"], details["timeout_s"], device)
 
 
 class HandleSender:
@@ -143,6 +135,13 @@ class HandleReceiver:
 
     def close(self) -> None:
         self._lines.close()
+
+
+def _open_receiver(details: dict[str, Any], worker: int, device: torch.device) -> HandleReceiver:
+    return HandleReceiver(details["port"], details["secret"], details["timeout_s"], device)
+
+
+IPC = Ends(HandleSender, _open_receiver)
 
 
 class _Lines:

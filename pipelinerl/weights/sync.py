@@ -41,7 +41,7 @@ from pipelinerl.weights.link import (
     is_loopback,
 )
 from pipelinerl.weights.transport import Sender, SenderOptions, local_address, open_sender
-from pipelinerl.world.jobs import CPU_TRANSPORT
+from pipelinerl.world.jobs import CPU_TRANSPORT, TRANSPORTS
 
 logger = logging.getLogger(__name__)
 Result = TypeVar("Result")
@@ -123,7 +123,7 @@ class WeightPublisher:
 
     Args:
         token: control token of the servers.
-        transport: `gloo`, `nccl` or `ipc`.
+        transport: one of `TRANSPORTS`.
         timeout_s: limit of one attempt (connecting, one update) at one server.
         kv_cache: `keep` continues running requests on their old KV cache, `recompute` computes it again.
         master_address: address of this machine at which the servers' workers reach it.
@@ -152,7 +152,8 @@ class WeightPublisher:
         self._transports = dict(transports or {})
         self._base_checksum = base_checksum
         # Senders are made in the event loop's thread, where another GPU is current than here.
-        on_cpu = {transport, *self._transports.values()} == {CPU_TRANSPORT} or not torch.cuda.is_available()
+        used = {transport, *self._transports.values()}
+        on_cpu = all(TRANSPORTS[name].on_cpu for name in used) or not torch.cuda.is_available()
         self._device_index = None if on_cpu else torch.cuda.current_device()
         # Servers come and go in the thread that follows the pool, and their links are made on the event loop.
         self._lock = threading.Lock()

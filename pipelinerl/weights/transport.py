@@ -18,12 +18,12 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch.distributed import PrefixStore, ProcessGroupGloo, TCPStore  # type: ignore[attr-defined]
 
-from pipelinerl.world.jobs import CPU_TRANSPORT, GPU_TRANSPORT, TRANSPORTS
+from pipelinerl.world.jobs import TRANSPORTS
 
 logger = logging.getLogger(__name__)
 
@@ -52,7 +52,8 @@ class Sender(Protocol):
         ...
 
     def send(self, buffer: torch.Tensor) -> None:
-        """Send one packed buffer (uint8); returns when its memory may be reused."""
+        """Send one packed buffer (uint8); returns when its memory may be reused. Raises RuntimeError or OSError if a
+        worker is gone, too slow or could not read it: anything else would end the trainer."""
         ...
 
     def close(self) -> None:
@@ -61,7 +62,8 @@ class Sender(Protocol):
 
 
 class Receiver(Protocol):
-    """A worker's end of the group. `receive` raises RuntimeError if the trainer is gone or too slow."""
+    """A worker's end of the group. `receive` raises RuntimeError if the trainer is gone or too slow, or a buffer cannot
+    be read."""
 
     def receive(self, num_bytes: int) -> torch.Tensor:
         """The next packed buffer (uint8), complete."""
@@ -91,15 +93,16 @@ class SenderOptions:
     device_index: int | None = None
 
 
+class Ends(NamedTuple):
+    """What opens the two ends of a transport; see `open_sender` and `open_receiver`."""
+
+    open_sender: Callable[[SenderOptions], Sender]
+    open_receiver: Callable[[dict[str, Any], int, torch.device], Receiver]
+
+
 def open_sender(options: SenderOptions) -> Sender:
     """The trainer's end. ValueError: there is no such transport."""
-    if options.transport == CPU_TRANSPORT:
-        return GroupSender(options, partial(GlooGroup, address=options.address), _CPU)
-    if options.transport == GPU_TRANSPORT:
-        device = _gpu(options.device_index)
-        return GroupSender(options, partial(NCCLGroup, device=device), device)
-    sender: Sender = _module(options.transport).open_sender(options)
-    return sender
+    return _ends(options.transport).open_sender(options)
 
 
 def open_receiver(details: dict[str, Any], worker: int, device: torch.device) -> Receiver:
@@ -114,27 +117,15 @@ def open_receiver(details: dict[str, Any], worker: int, device: torch.device) ->
         ValueError: there is no such transport.
         RuntimeError: the trainer did not come within its timeout.
     """
-    transport = str(details.get("transport"))
-    if transport not in (CPU_TRANSPORT, GPU_TRANSPORT):
-        receiver: Receiver = _module(transport).open_receiver(details, worker, device)
-        return receiver
-    place = find_store(details), 1 + worker, details["world_size"], details["timeout_s"]
-    if transport == GPU_TRANSPORT:
-        own = _gpu(device.index)
-        return GroupReceiver(NCCLGroup(*place, own), own)
-    own_address = local_address(details["master_address"], details["master_port"])
-    return GroupReceiver(GlooGroup(*place, own_address), _CPU)
+    return _ends(str(details.get("transport"))).open_receiver(details, worker, device)
 
 
-def _gpu(index: int | None) -> torch.device:
-    """The GPU with this index; None: the current one."""
-    return torch.device("cuda", torch.cuda.current_device() if index is None else index)
-
-
-def _module(name: str) -> Any:
+def _ends(name: str) -> Ends:
     if name not in TRANSPORTS:
         raise ValueError(f"transport: got {name!r}, expected one of {', '.join(TRANSPORTS)}")
-    return importlib.import_module(TRANSPORTS[name])
+    module, _, attribute = TRANSPORTS[name].ends.partition(":")
+    ends: Ends = getattr(importlib.import_module(module), attribute)
+    return ends
 
 
 class TransferGroup(Protocol):
@@ -359,6 +350,38 @@ class NCCLGroup:
                 f"nccl group: {arrived} arrived where {expected} was sent: NCCL does not carry data here. "
                 "Run with NCCL_DEBUG=INFO to see why."
             )
+
+
+def _place(details: dict[str, Any], worker: int) -> tuple[TCPStore, int, int, float]:
+    """Store, rank, number of ranks and timeout of a worker in its group."""
+    return find_store(details), 1 + worker, details["world_size"], details["timeout_s"]
+
+
+def _gloo_sender(options: SenderOptions) -> Sender:
+    return GroupSender(options, partial(GlooGroup, address=options.address), _CPU)
+
+
+def _gloo_receiver(details: dict[str, Any], worker: int, device: torch.device) -> Receiver:
+    own_address = local_address(details["master_address"], details["master_port"])
+    return GroupReceiver(GlooGroup(*_place(details, worker), own_address), _CPU)
+
+
+def _nccl_sender(options: SenderOptions) -> Sender:
+    device = _gpu(options.device_index)
+    return GroupSender(options, partial(NCCLGroup, device=device), device)
+
+
+def _nccl_receiver(details: dict[str, Any], worker: int, device: torch.device) -> Receiver:
+    own = _gpu(device.index)
+    return GroupReceiver(NCCLGroup(*_place(details, worker), own), own)
+
+
+def _gpu(index: int | None) -> torch.device:
+    """The GPU with this index; None: the current one."""
+    return torch.device("cuda", torch.cuda.current_device() if index is None else index)
+
+
+GLOO, NCCL = Ends(_gloo_sender, _gloo_receiver), Ends(_nccl_sender, _nccl_receiver)
 
 
 def _meet(store: TCPStore, rank: int, world_size: int, timeout: timedelta) -> None:

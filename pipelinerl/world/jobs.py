@@ -2,19 +2,28 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import msgspec
 
 SERVER_KINDS = ("actor_llm", "preprocessor_llm", "environment", "verifier")
 
+
+class Transport(NamedTuple):
+    """A way for weights to reach servers: where its `Ends` are (`module:NAME`, see weights/transport.py), and whether
+    the servers compute on CPUs."""
+
+    ends: str
+    on_cpu: bool = False
+
+
 #: How weights reach a server: on a CPU, on another GPU, on the trainer's GPU.
 CPU_TRANSPORT, GPU_TRANSPORT, SAME_GPU_TRANSPORT = "gloo", "nccl", "ipc"
-#: The module with `open_sender` and `open_receiver` of each transport.
+#: All of them. Runs choose by `WorldMap.transport_to`.
 TRANSPORTS = {
-    CPU_TRANSPORT: "pipelinerl.weights.transport",
-    GPU_TRANSPORT: "pipelinerl.weights.transport",
-    SAME_GPU_TRANSPORT: "pipelinerl.weights.ipc",
+    CPU_TRANSPORT: Transport("pipelinerl.weights.transport:GLOO", on_cpu=True),
+    GPU_TRANSPORT: Transport("pipelinerl.weights.transport:NCCL"),
+    SAME_GPU_TRANSPORT: Transport("pipelinerl.weights.ipc:IPC"),
 }
 
 #: Variables with the settings of PyTorch's allocator; the first one that is set counts, even if it is empty.

@@ -187,7 +187,7 @@ def test_a_policy_of_the_user_is_made_from_the_configuration(monkeypatch: pytest
 def test_unknown_policies_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     old = SimpleNamespace(api_version=0)
     monkeypatch.setitem(sys.modules, "their_package", SimpleNamespace(Old=lambda config: None, old=old))
-    for name, near in (("adaptiv", "adaptive"), ("fixd", "fixed"), ("bursts", "adaptive")):
+    for name, near in (("adaptiv", "adaptive"), ("fixd", "fixed"), ("none-like-it", "adaptive")):
         with pytest.raises(ConfigError) as caught:
             lag_policy_of(config_of(name))
         assert (caught.value.key, caught.value.got) == ("lag_policy", name)

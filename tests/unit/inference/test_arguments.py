@@ -27,6 +27,7 @@ from pipelinerl.inference.arguments import (
 )
 from pipelinerl.inference.main import adapter_room, prepare_environment, settings_of_job, with_fp32_attention
 from pipelinerl.world import Job, WorldMap
+from pipelinerl.world.jobs import TRANSPORTS
 
 
 def settings(**kwargs: object) -> ServerSettings:
@@ -304,3 +305,11 @@ def test_latent_attention_is_in_fp32_on_a_cpu(
 def test_code_of_the_model_is_trusted_by_servers_as_by_the_trainer(trusted: bool) -> None:
     settings = settings_of_job(context("cpu", finetune={"trust_remote_code": trusted}))
     assert ("--trust-remote-code" in server_arguments(settings)[0]) == trusted
+
+
+@pytest.mark.parametrize(("transport", "on_cpu"), [(name, each.on_cpu) for name, each in TRANSPORTS.items()])
+def test_a_server_of_its_own_computes_where_its_transport_delivers(transport, on_cpu, monkeypatch) -> None:
+    started: list[ServerSettings] = []
+    monkeypatch.setattr(llm, "serve", lambda settings, *_: started.append(settings))
+    assert llm.main(["--model", "m", "--port", "8123", "--transport", transport]) == 0
+    assert [(each.on_cpu, each.dtype) for each in started] == [(on_cpu, "float32" if on_cpu else None)]
