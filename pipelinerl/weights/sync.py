@@ -41,7 +41,7 @@ from pipelinerl.weights.link import (
     is_loopback,
 )
 from pipelinerl.weights.transport import Sender, SenderOptions, local_address, open_sender
-from pipelinerl.world.jobs import CPU_TRANSPORT, TRANSPORTS
+from pipelinerl.world.jobs import CPU_TRANSPORT, transport_named
 
 logger = logging.getLogger(__name__)
 Result = TypeVar("Result")
@@ -153,7 +153,7 @@ class WeightPublisher:
         self._base_checksum = base_checksum
         # Senders are made in the event loop's thread, where another GPU is current than here.
         used = {transport, *self._transports.values()}
-        on_cpu = all(TRANSPORTS[name].on_cpu for name in used) or not torch.cuda.is_available()
+        on_cpu = all(transport_named(name).on_cpu for name in used) or not torch.cuda.is_available()
         self._device_index = None if on_cpu else torch.cuda.current_device()
         # Servers come and go in the thread that follows the pool, and their links are made on the event loop.
         self._lock = threading.Lock()

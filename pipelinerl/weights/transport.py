@@ -23,7 +23,7 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch.distributed import PrefixStore, ProcessGroupGloo, TCPStore  # type: ignore[attr-defined]
 
-from pipelinerl.world.jobs import TRANSPORTS
+from pipelinerl.world.jobs import transport_named
 
 logger = logging.getLogger(__name__)
 
@@ -43,8 +43,8 @@ class Sender(Protocol):
     """The trainer's end of one server's group. All methods block."""
 
     def prepare(self, num_workers: int) -> dict[str, Any]:
-        """Open the rendezvous; returns what the workers' `open_receiver` needs, as JSON values:
-        `transport` is this one's name."""
+        """Open the rendezvous; returns what the workers' `open_receiver` needs, as JSON values: `transport` is this
+        one's name, `port` or `master_port` where it listens, if it does."""
         ...
 
     def join(self) -> None:
@@ -121,9 +121,7 @@ def open_receiver(details: dict[str, Any], worker: int, device: torch.device) ->
 
 
 def _ends(name: str) -> Ends:
-    if name not in TRANSPORTS:
-        raise ValueError(f"transport: got {name!r}, expected one of {', '.join(TRANSPORTS)}")
-    module, _, attribute = TRANSPORTS[name].ends.partition(":")
+    module, _, attribute = transport_named(name).ends.partition(":")
     ends: Ends = getattr(importlib.import_module(module), attribute)
     return ends
 

@@ -26,6 +26,14 @@ TRANSPORTS = {
     SAME_GPU_TRANSPORT: Transport("pipelinerl.weights.ipc:IPC"),
 }
 
+
+def transport_named(name: str) -> Transport:
+    """A transport by its name. ValueError: there is none."""
+    if name not in TRANSPORTS:
+        raise ValueError(f"transport: got {name!r}, expected one of {', '.join(TRANSPORTS)}")
+    return TRANSPORTS[name]
+
+
 #: Variables with the settings of PyTorch's allocator; the first one that is set counts, even if it is empty.
 ALLOCATOR_KEYS = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
 

@@ -21,17 +21,15 @@ from fakes.updated_server import (
 from fakes.vllm_process import VLLMProcess
 
 from pipelinerl.weights.buffers import ModuleSource
-from pipelinerl.weights.ipc import HandleSender
-from pipelinerl.weights.transport import GroupSender
+from pipelinerl.weights.transport import SenderOptions, open_sender
+from pipelinerl.world.jobs import GPU_TRANSPORT, TRANSPORTS
 
 pytestmark = pytest.mark.slow
 TOLERANCE = 1e-4
 SMALL_BUFFERS = 10_000
 #: How weights come, and whether the server loads them in place, as one on a GPU does.
-KINDS: dict[str, tuple[str, bool]] = {
-    "gloo": ("gloo", False),
-    "ipc": ("ipc", False),
-    "ipc, in place": ("ipc", True),
+KINDS: dict[str, tuple[str, bool]] = {name: (name, False) for name in TRANSPORTS if name != GPU_TRANSPORT} | {
+    "ipc, in place": ("ipc", True)
 }
 IN_PLACE_SITE = Path(__file__).parents[1] / "fakes" / "in_place_site"
 
@@ -80,7 +78,8 @@ def test_a_damaged_buffer_is_refused_by_both_workers_and_sent_again(
         return damaged
 
     with connect(server, transport, chunk_bytes=SMALL_BUFFERS) as publisher:
-        damage_second_buffer(monkeypatch, {"gloo": GroupSender, "ipc": HandleSender}[transport], flip_a_bit)
+        sender = open_sender(SenderOptions(transport, "127.0.0.1", None, 60))
+        damage_second_buffer(monkeypatch, type(sender), flip_a_bit)
         report = publisher.publish(9, ModuleSource(model))
         assert report.failed == {}
         assert "buffer 2 of" in str(report.updated[0].recovered_from)

@@ -166,6 +166,15 @@ def test_l6_random_runs_neither_starve_nor_overrun(name: str, seed: int, samples
 
 
 @pytest.mark.parametrize("name", LAG_POLICIES)
+@pytest.mark.parametrize("batches", [0, 1, 2, 5])
+def test_a_policy_runs_as_far_ahead_as_it_says(name: str, batches: int) -> None:
+    """Until the first step ends, which tells an adaptive one more."""
+    budget = SampleBudget(lag_policy_of(config_of(name, samples_per_step=60, max_lag=60 * batches)), attempts=1)
+    budget.observe_rollout(1)
+    assert admit_all(budget) == pytest.approx(60 * (1 + budget.policy.batches_ahead(batches)), abs=1)
+
+
+@pytest.mark.parametrize("name", LAG_POLICIES)
 def test_without_max_lag_no_policy_bounds_anything(name: str) -> None:
     assert type(lag_policy_of(config_of(name, max_lag=None))) is LagPolicy
 

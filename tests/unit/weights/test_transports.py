@@ -14,6 +14,7 @@ import torch
 
 from pipelinerl.weights import ipc
 from pipelinerl.weights.ipc import HandleReceiver, HandleSender, copy_of_buffer, export_buffer, place_of, release_buffer
+from pipelinerl.weights.sync import WeightPublisher
 from pipelinerl.weights.transport import (
     GroupSender,
     Receiver,
@@ -59,8 +60,10 @@ def options(name: str, port: int | None = None, timeout_s: float = LIMIT_S, gpu:
 
 def port_of(details: dict[str, Any]) -> int:
     """Where the trainer's end listens."""
-    (port,) = [value for key, value in details.items() if key in ("port", "master_port")]
-    return int(port)
+    ports = [value for key, value in details.items() if key in ("port", "master_port")]
+    if not ports:
+        pytest.skip("it does not listen")
+    return int(ports[0])
 
 
 def opened(name: str, workers: int = 1) -> tuple[Sender, list[Receiver]]:
@@ -251,3 +254,5 @@ class _OnGPU:
 def test_an_unknown_transport_is_refused() -> None:
     with pytest.raises(ValueError, match="'pigeon'"):
         open_receiver({"transport": "pigeon"}, 0, CPU)
+    with pytest.raises(ValueError, match="'pigeon'"):
+        WeightPublisher("token", transport="pigeon")
