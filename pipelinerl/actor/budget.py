@@ -7,7 +7,6 @@ A `LagPolicy` decides how far generation may run ahead of training. A new one is
 
 from __future__ import annotations
 
-import difflib
 import math
 from collections import deque
 from collections.abc import Callable, Iterable
@@ -16,7 +15,8 @@ from time import monotonic
 
 from pipelinerl.config import RunConfig
 from pipelinerl.config.schedule import Rounds, pauses_rollouts, rounds_of
-from pipelinerl.errors import ConfigError
+from pipelinerl.domains.user_task import describe_error
+from pipelinerl.errors import ConfigError, did_you_mean
 from pipelinerl.records import StepDone, StepEnding, TrainerMessage, TrainerStarted, WeightUpdateSuccess
 from pipelinerl.rl.user_function import LAG_POLICY_API_VERSION, load_function
 
@@ -255,17 +255,24 @@ def lag_policy_of(config: RunConfig) -> LagPolicy:
     """The policy of a run.
 
     Raises:
-        ConfigError: there is none of that name, or the user's class cannot be imported.
+        ConfigError: there is none of that name, or the user's class cannot be imported or made, or is no `LagPolicy`.
     """
     if (rounds := rounds_of(config)) is not None:
         return OneRound(rounds)
     name = config.lag_policy
-    if name not in LAG_POLICIES and "." not in name:
+    if name in LAG_POLICIES:
+        return LAG_POLICIES[name](config)
+    if "." not in name:
         expected = f"{', '.join(LAG_POLICIES)}, or the dotted path of a class"
-        near = difflib.get_close_matches(name, LAG_POLICIES, n=1)
-        raise ConfigError("lag_policy", name, expected, f"Set lag_policy={near[0] if near else 'adaptive'}.")
-    make = LAG_POLICIES.get(name) or load_function("lag_policy", name, LAG_POLICY_API_VERSION)
-    policy: LagPolicy = make(config)
+        raise ConfigError("lag_policy", name, expected, did_you_mean(name, LAG_POLICIES))
+    make = load_function("lag_policy", name, LAG_POLICY_API_VERSION)
+    expected = "a subclass of pipelinerl.actor.budget.LagPolicy that is called with the configuration"
+    try:
+        policy = make(config)
+    except Exception as error:
+        raise ConfigError("lag_policy", name, expected, f"It raised {describe_error(error)}.") from error
+    if not isinstance(policy, LagPolicy):
+        raise ConfigError("lag_policy", name, expected, f"It returned an object of type {type(policy).__name__}.")
     return policy
 
 

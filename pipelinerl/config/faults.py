@@ -174,5 +174,7 @@ def _place_of(loc: tuple[int | str, ...], data: Any) -> _Place:
 def _expected(fault: Any) -> str:
     if str(fault["type"]).startswith(("model", "dict")):
         return "a mapping of keys to values"
+    if fault["type"] == "string_too_short":
+        return "text that is not empty"
     expected = str(fault["msg"]).removeprefix("Input should be ").removeprefix("Value error, ")
     return expected.partition(", unable to ")[0]

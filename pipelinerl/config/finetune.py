@@ -106,8 +106,8 @@ class FinetuneConfig(Section):
     trust_remote_code: bool = Field(default=False, description="run code from the model's folder in all processes")
     record_token_ratios: bool = Field(
         default=True,
-        description="record the importance ratio of every trained token for `view`, about 3 bytes each (only if "
-        "streams are files, and with streams.retention=all)",
+        description="record the importance ratio of every trained token for `view`, about 3 bytes each (needs "
+        "streams on disk and streams.retention=all)",
     )
     weight_update_interval: int = Field(
         default=1,

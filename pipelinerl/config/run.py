@@ -54,9 +54,8 @@ class PipelineSchedule(Section):
     )
     lag_policy: str = Field(
         default="adaptive",
-        min_length=1,
-        description="decides how far generation runs ahead within max_lag: a policy of actor/budget.py, or the dotted "
-        "path of your own; adaptive: only as far as the trainer needs, so that samples are fresh",
+        description="how far generation runs ahead within max_lag. adaptive: only as far as the trainer needs, so that "
+        "samples stay fresh; or another policy of actor/budget.py, or the dotted path of your own (docs/schedules.md)",
     )
     pop_old_data: bool = Field(
         default=True, description="with max_lag=null, drop the oldest ready groups when training is slow"

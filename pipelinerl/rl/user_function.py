@@ -17,9 +17,9 @@ LAG_POLICY_API_VERSION = 1
 
 
 def load_function(key: str, path: str, api_version: int) -> Callable[..., Any]:
-    """Import `package.module.function`.
+    """Import a function or class, `package.module.name`.
 
-    An attribute `api_version` of the function states the version of the inputs record that it was written for.
+    An attribute `api_version` states the version of the inputs record that it was written for.
 
     Args:
         key: the configuration key that names the function.
@@ -32,10 +32,12 @@ def load_function(key: str, path: str, api_version: int) -> Callable[..., Any]:
         function = getattr(importlib.import_module(module_name), name, None)
     except ImportError as error:
         raise ConfigError(
-            key, path, "the dotted path of a function that can be imported", f"The import failed: {error}"
+            key, path, "the dotted path of a function or class that can be imported", f"The import failed: {error}"
         ) from error
     if not callable(function):
-        raise ConfigError(key, path, f"a function in {module_name}", f"{module_name} has no function {name!r}.")
+        raise ConfigError(
+            key, path, f"a function or class in {module_name}", f"{module_name} has none called {name!r}."
+        )
     wanted = getattr(function, "api_version", api_version)
     if wanted != api_version:
         raise ConfigError(

@@ -339,17 +339,14 @@ def check_rollout_policy(start: Start) -> list[str]:
 
 
 def check_lag_policy(start: Start) -> list[str]:
-    """Refuse unknown policies; a class of the user's is searched for in the source of its module."""
-    name = start.config.lag_policy
-    if "." not in name:
-        lag_policy_of(start.config)
-    elif (fault := function_fault(name, None, start.search_dirs)) is not None:
-        raise UserError(f"lag_policy: got {name!r}: {fault}")
+    if "." in start.config.lag_policy:
+        return _check_function("lag_policy", start.config.lag_policy, None, start)
+    lag_policy_of(start.config)
     return []
 
 
-def _check_function(key: str, path: str | None, is_async: bool, start: Start) -> list[str]:
-    """Find a function in the source of its module, without importing it."""
+def _check_function(key: str, path: str | None, is_async: bool | None, start: Start) -> list[str]:
+    """Find a function (`is_async` None: a class) in the source of its module, without importing it."""
     if start.config.has_stage("actor"):
         if not path:
             raise UserError(f"{key} is not set: a run has no task without it.")

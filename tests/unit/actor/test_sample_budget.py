@@ -194,14 +194,22 @@ def test_a_policy_of_the_user_is_made_from_the_configuration(monkeypatch: pytest
 
 
 def test_unknown_policies_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    old = SimpleNamespace(api_version=0)
-    monkeypatch.setitem(sys.modules, "their_package", SimpleNamespace(Old=lambda config: None, old=old))
-    for name, near in (("adaptiv", "adaptive"), ("fixd", "fixed"), ("none-like-it", "adaptive")):
+    def outdated(config: RunConfig) -> LagPolicy:
+        return LagPolicy()
+
+    def broken(config: RunConfig) -> LagPolicy:
+        raise KeyError("threshold")
+
+    outdated.api_version = 0  # type: ignore[attr-defined]
+    theirs = SimpleNamespace(outdated=outdated, broken=broken, number=3, no_policy=lambda config: 3)
+    monkeypatch.setitem(sys.modules, "their_package", theirs)
+    for name, near in (("adaptiv", "adaptive"), ("fixd", "fixed")):
         with pytest.raises(ConfigError) as caught:
             lag_policy_of(config_of(name))
         assert (caught.value.key, caught.value.got) == ("lag_policy", name)
-        assert caught.value.next_step == f"Set lag_policy={near}."
-    for name in ("their_package.missing", "no_such_package.Policy", "their_package.old"):
+        assert near in caught.value.next_step
+    names = ("missing", "outdated", "broken", "number", "no_policy")
+    for name in ("", "none-like-it", "no_such_package.Policy", *(f"their_package.{name}" for name in names)):
         with pytest.raises(ConfigError) as caught:
             lag_policy_of(config_of(name))
         assert (caught.value.key, caught.value.got) == ("lag_policy", name)

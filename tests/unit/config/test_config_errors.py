@@ -120,6 +120,8 @@ def test_wrong_types_are_one_line_each() -> None:
         ("wandb.tags.1", [2]),
     ]
     assert "'cuda'" in fault("world.device=tpu").expected and "1" in fault("attempts=0").expected
+    for key in ("test_llm.parameters.stop=['']", "tracking.trackio_project=''"):
+        assert "String should" not in fault(key).expected  # pydantic's own words
 
 
 @pytest.mark.parametrize("key", ["max_lag", "world.servers_per_gpu"])
