@@ -1,4 +1,5 @@
-"""From the settings of one server to the command line of vLLM's OpenAI server, and what is refused on the way.
+"""From the settings of one server to the command line of vLLM's OpenAI server, what is refused on the way, and what
+vLLM decides by itself.
 
 No torch, no vllm: the launcher checks options before anything starts.
 """

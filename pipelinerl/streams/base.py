@@ -118,8 +118,8 @@ class StreamReader(Protocol[T]):
 class StreamBackend(Protocol):
     """Where the streams of one run are kept. A backend is a class named in `STREAM_BACKENDS` (config/resources.py).
 
-    A resume refuses a run with missing folders of streams (`lost_streams` in streams/hub.py). A backend that keeps
-    records elsewhere notices itself if they are gone: its writer then raises StreamError when it is opened.
+    A run whose stream folders are missing cannot be resumed (`lost_streams` in streams/hub.py). A backend that keeps
+    its records elsewhere has to notice that they are gone: opening a writer must then raise StreamError.
 
     Class methods concern a run as a whole: `check` before it starts, `serve` while it runs, `reopen` for commands that
     read it from another process.

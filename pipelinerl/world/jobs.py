@@ -10,8 +10,12 @@ SERVER_KINDS = ("actor_llm", "preprocessor_llm", "environment", "verifier")
 
 
 class Transport(NamedTuple):
-    """A way for weights to reach servers: where its `Ends` are (`module:NAME`, see weights/transport.py), and whether
-    the servers compute on CPUs."""
+    """A way to send weights to servers.
+
+    Attributes:
+        ends: where its `Ends` are (weights/transport.py): `module:NAME`.
+        on_cpu: whether its servers compute on CPUs.
+    """
 
     ends: str
     on_cpu: bool = False
